@@ -37,11 +37,6 @@ class Entry:
         """Size of all features as float32, in bytes."""
         return self.num_nodes * self.num_features * 4
 
-    @property
-    def edges_trained_on(self) -> int:
-        """Number of edges after reverse edges are added, before duplicates are removed."""
-        return self.num_edges * (2 if self.stored == "once" or self.bidirect_directed else 1)
-
 
 _AMAZON = "MIT (repositories); data of McAuley et al."
 _COAUTHOR = "MIT (repositories); data of Microsoft Academic Graph, ODC-BY"

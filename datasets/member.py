@@ -30,7 +30,7 @@ from gcnzc.datasets.rows import (
     as_bytes,
     chunk_rows,
 )
-from gcnzc.datasets.source import check_ends, node_dtype
+from gcnzc.datasets.source import allocate_ends, check_ends
 
 # largest compression ratio of deflate; see https://zlib.net/zlib_tech.html
 MAX_COMPRESSION_RATIO = 1032
@@ -75,7 +75,7 @@ class Archive:
 
     def array(self, key: str) -> Array:
         """Read the array `key` into memory."""
-        return self.member(key).array(allocate_in_memory)
+        return self.member(key).in_memory()
 
 
 class Member:
@@ -166,6 +166,10 @@ class Member:
             done += len(part)
         return out.reshape(self.shape, order="F" if self.fortran else "C")
 
+    def in_memory(self) -> Array:
+        """Read the array into memory."""
+        return self.array(allocate_in_memory)
+
     def rows(self) -> Rows:
         """Return the array as `Rows`; a vector becomes one column.
 
@@ -194,28 +198,32 @@ class Member:
 
         return Rows(num_rows, num_columns, self.dtype, chunks, self.where)
 
-    def edges(self, num_nodes: int, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
-        """Read and validate a (2, E) array as sources and targets, see `Source.edges`."""
+    def edges(
+        self, sizes: tuple[int, int], allocate: Allocate, progress: Progress
+    ) -> tuple[Array, Array]:
+        """Read and validate a (2, E) array as sources and targets, see `Source.edges`.
+
+        `sizes` are the numbers of nodes of the types of the sources and of the targets.
+        """
         if len(self.shape) != 2 or self.shape[0] != 2 or self.dtype.kind not in "iu":
             raise ValueError(
                 f"{self.where} has shape {self.shape} and type {self.dtype}\n\n"
                 "hint: edges are (2, edges) integers: sources, then targets"
             )
         num_edges = self.shape[1]
-        dtype = node_dtype(num_nodes)
-        ends = allocate("sources", num_edges, dtype), allocate("destinations", num_edges, dtype)
+        ends = allocate_ends(sizes, num_edges, allocate)
         done = 0
         for part in self.flat((CHUNK_BYTES // self.dtype.itemsize) & ~1):
             if self.fortran:
-                for end, ids in zip(ends, (part[0::2], part[1::2]), strict=True):
-                    check_ends(ids, num_nodes, self.where, done // 2)
+                for end, ids, size in zip(ends, (part[0::2], part[1::2]), sizes, strict=True):
+                    check_ends(ids, size, self.where, done // 2)
                     end[done // 2 : done // 2 + len(ids)] = ids
             else:
                 split = min(max(num_edges - done, 0), len(part))
-                pieces = ((ends[0], part[:split], done), (ends[1], part[split:], done + split))
-                for end, ids, place in pieces:
-                    first = place if end is ends[0] else place - num_edges
-                    check_ends(ids, num_nodes, self.where, first)
+                firsts = done, done + split - num_edges
+                pieces = zip(ends, (part[:split], part[split:]), firsts, sizes, strict=True)
+                for end, ids, first, size in pieces:
+                    check_ends(ids, size, self.where, first)
                     end[first : first + len(ids)] = ids
             done += len(part)
             progress("edges", done // 2, num_edges)

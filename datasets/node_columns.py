@@ -10,9 +10,8 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from gcnzc.datasets.part_names import part_of
 from gcnzc.datasets.rows import Array
-from gcnzc.datasets.source import SPLITS
+from gcnzc.datasets.source import SPLITS, part_of
 from gcnzc.datasets.table_options import NodeTable
 from gcnzc.datasets.tables import MISSING, Table, Texts, is_number
 

@@ -107,7 +107,7 @@ class NpzGraph:
 
     def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
         """See `Source.edges`."""
-        return self._edges.edges(self.num_nodes, allocate, progress)
+        return self._edges.edges((self.num_nodes, self.num_nodes), allocate, progress)
 
     def labels(self) -> Array:
         """See `Source.labels`; -1 for all nodes if there are none."""

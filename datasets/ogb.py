@@ -19,8 +19,7 @@ Notation: N nodes, E edges as stored, D columns of features, T tasks.
 import json
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,10 +30,13 @@ from gcnzc.datasets.member import Archive
 from gcnzc.datasets.names import Names
 from gcnzc.datasets.ogb_layout import (
     Task,
+    check_edge_count,
     choose_split,
     find_task,
     is_link_layout,
     npz_member,
+    read_edge_table,
+    read_rows,
     read_split_dict,
     release_names,
 )
@@ -46,16 +48,12 @@ from gcnzc.datasets.rows import (
     Rows,
     as_bytes,
     no_progress,
-    rows_from_array,
 )
 from gcnzc.datasets.source import (
     SPLITS,
     EdgeDefaults,
-    Metric,
     Source,
-    check_ends,
     guess_edge_defaults,
-    node_dtype,
 )
 from gcnzc.datasets.store import atomic_folder, scratch_allocator
 
@@ -143,29 +141,13 @@ class OgbGraph:
 
     def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
         """See `Source.edges`."""
+        sizes = self.num_nodes, self.num_nodes
         if self._archive:
             member = self._archive.member("edge_index")
-            if member.shape[-1:] != (self.num_edges,):
-                raise ValueError(self._wrong_count(member.where, f"the shape {member.shape} of"))
-            return member.edges(self.num_nodes, allocate, progress)
+            check_edge_count(member.where, member.shape[-1:], self.num_edges)
+            return member.edges(sizes, allocate, progress)
         path = self._raw / "edge.csv.gz"
-        dtype = node_dtype(self.num_nodes)
-        ends = (
-            allocate("sources", self.num_edges, dtype),
-            allocate("destinations", self.num_edges, dtype),
-        )
-        done = 0
-        for chunk in csvgz.read_integers(path, 2):
-            if done + len(chunk) > self.num_edges:
-                raise ValueError(self._wrong_count(path, f"more than {self.num_edges:,}"))
-            for end, ids in zip(ends, chunk.T, strict=True):
-                check_ends(ids, self.num_nodes, str(path), done)
-                end[done : done + len(ids)] = ids
-            done += len(chunk)
-            progress("edges", done, self.num_edges)
-        if done != self.num_edges:
-            raise ValueError(self._wrong_count(path, f"{done:,}"))
-        return ends
+        return read_edge_table(path, sizes, self.num_edges, allocate, progress)
 
     def labels(self) -> Array:
         """See `Source.labels`."""
@@ -206,12 +188,6 @@ class OgbGraph:
             )
         return int(counts[0])
 
-    def _wrong_count(self, where: object, found: str) -> str:
-        return (
-            f"{where} has {found} edges, but the stored number of edges is {self.num_edges:,}\n\n"
-            "hint: the file is truncated or from another dataset; download or write it again"
-        )
-
     def _find_task(self, name: str | None) -> Task:
         # an explicit name is trusted; a name in the files must match the sizes in the catalogue
         sizes = None if name else (self.num_nodes, self.num_edges)
@@ -235,120 +211,28 @@ class OgbGraph:
             key = "node_feat"
             return self._archive.member(key).rows() if key in self._archive else None
         path = self._raw / "node-feat.csv.gz"
-        if not path.is_file():
-            return None
-        columns = csvgz.count_columns(path)
-
-        def chunks(allocate: Allocate) -> Iterator[Array]:
-            return csvgz.read(path, np.float64, columns)
-
-        # values are parsed as float64, then rounded, as in OGB
-        return Rows(self.num_nodes, columns, np.dtype(np.float64), chunks, str(path))
+        return read_rows(path, self.num_nodes) if path.is_file() else None
 
 
-@dataclass(frozen=True)
-class _ArraySource:
-    """A `Source` of the arrays that `write` is called with."""
-
-    name: str
-    num_nodes: int
-    num_edges: int
-    num_classes: int | None
-    metric: Metric
-    best_accuracy: float | None
-    features: Rows | None
-    mapping: Path | None
-    split_name: str
-    origin: dict[str, Any]
-    ends: Ends
-    node_labels: Array
-    parts: Mapping[str, Array]
-    add_inverse_edge: bool
-
-    def edge_defaults(self) -> EdgeDefaults:
-        return EdgeDefaults(self.add_inverse_edge, "keep", "asked for")
-
-    def edges(self, allocate: Allocate, progress: Progress) -> Ends:
-        return self.ends
-
-    def labels(self) -> Array:
-        return self.node_labels
-
-    def split(self) -> dict[str, Array]:
-        return dict(self.parts)
-
-
-def write(
-    path: str | Path,
-    edge_index: Array | Ends,
-    labels: Array,
-    split: Mapping[str, Array],
-    *,
-    features: Array | Rows | None = None,
-    binary: bool = True,
-    split_name: str = "random",
-    num_classes: int | None = None,
-    metric: Metric = "accuracy",
-    add_inverse_edge: bool = False,
-    best_accuracy: float | None = None,
-    name: str | None = None,
-    origin: Mapping[str, Any] | None = None,
-    mapping: Path | None = None,
-    progress: Progress = no_progress,
+def write_source(
+    path: str | Path, source: Source, *, binary: bool = True, progress: Progress = no_progress
 ) -> None:
     """Write a node property dataset in OGB's layout; the folder is created atomically.
 
+    Features are written in chunks and edges are buffered in temporary files, so that neither has to
+    fit into memory. OGB's own reader does not support edges that are stored once in binary
+    datasets.
+
     Args:
         path: the folder; must not exist.
-        edge_index: (2, E), or the pair of (E,) sources and (E,) targets; memory-mapped or not.
-        labels: (N,) or (N, T) integers or floating point; -1 or NaN for no label.
-        split: node ids of "train", "valid" and "test".
-        features: (N, D), memory-mapped or not, or `Rows`.
+        source: the dataset.
         binary: write uncompressed npz files instead of csv.gz.
-        split_name: name of the folder in `split/`.
-        num_classes: number of classes of each task; None counts them.
-        metric: metric of the predictions.
-        add_inverse_edge: each edge is stored once, and readers add its reverse. OGB's own reader
-            does not support this for binary datasets.
-        best_accuracy: upper bound for the accuracy of any model, if known.
-        name: of the dataset; None uses the name of the folder.
-        origin: provenance of the dataset, stored in `task.json`.
-        mapping: a folder that describes the nodes, which is copied.
         progress: called with counts of edges and feature rows.
 
     Raises:
         FileExistsError: `path` exists.
         RuntimeError: the disk is full.
         ValueError: the number of feature rows is not N.
-    """
-    if not isinstance(features, Rows | None):
-        features = rows_from_array(features, "features")
-    given = _ArraySource(
-        name or Path(path).name,
-        len(labels),
-        len(edge_index[0]),
-        num_classes,
-        metric,
-        best_accuracy,
-        features,
-        mapping,
-        split_name,
-        dict(origin or {}),
-        (edge_index[0], edge_index[1]),
-        labels,
-        split,
-        add_inverse_edge,
-    )
-    write_source(path, given, binary=binary, progress=progress)
-
-
-def write_source(
-    path: str | Path, source: Source, *, binary: bool = True, progress: Progress = no_progress
-) -> None:
-    """Write a `Source` in OGB's layout.
-
-    Features are written in chunks and edges are buffered in temporary files, so that neither has to
-    fit into memory. See `write` for the arguments and exceptions.
     """
     path = Path(path)
     features = source.features
@@ -397,7 +281,7 @@ def write_source(
 
 
 def meta_dict(path: str | Path) -> dict[str, Any]:
-    """Return the `meta_dict` for OGB's `NodePropPredDataset` to open a folder of `write`."""
+    """Return the `meta_dict` for OGB's `NodePropPredDataset` to open a folder of `write_source`."""
     task = json.loads((Path(path) / "task.json").read_text())
     return {
         **{key: task[key] for key in ("num tasks", "num classes", "task type", "eval metric")},

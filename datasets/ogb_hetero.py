@@ -22,7 +22,7 @@ are not read. Layout: https://github.com/snap-stanford/ogb, `ogb/io`.
 Notation: N nodes of a type, E edges of a type.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,18 +30,20 @@ from typing import Any
 import numpy as np
 
 from gcnzc.datasets import csvgz
-from gcnzc.datasets.hetero_arrays import EdgeType, HeteroArrays
-from gcnzc.datasets.member import Archive
+from gcnzc.datasets.member import Archive, Member
 from gcnzc.datasets.ogb_layout import (
     Task,
+    check_edge_count,
     choose_split,
     find_task,
     is_link_layout,
+    read_edge_table,
+    read_rows,
     read_split_dict,
     release_names,
 )
-from gcnzc.datasets.rows import Allocate, Array, Progress, Rows, no_progress
-from gcnzc.datasets.source import SPLITS, check_ends, node_dtype
+from gcnzc.datasets.rows import Array, Progress, Rows, allocate_in_memory, no_progress
+from gcnzc.datasets.source import SPLITS, EdgeType, HeteroArrays
 
 JOIN = "___"
 # files that only heterogeneous datasets have
@@ -49,7 +51,6 @@ _TEXT_FILES = ("triplet-type-list.csv.gz", "num-node-dict.csv.gz")
 _BINARY_FILES = ("edge_index_dict.npz", "num_nodes_dict.npz")
 # names of additional files with times, without `node_` and `edge_`
 TIMES = ("time", "year")
-_HINT = "hint: download or write the dataset again"
 
 
 @dataclass(frozen=True)
@@ -137,13 +138,13 @@ class OgbHetero:
             self.name,
             self.num_nodes,
             edges,
-            node_features=self._node_features(),
-            edge_features=self._edge_features(),
+            node_features=self._features("node"),
+            edge_features=self._features("edge"),
             labels=self._labels(),
             split=self._split(),
-            node_time=self._node_times(),
-            edge_time=self._edge_times(),
-            edge_weight=self._edge_weights(),
+            node_time=self._times("node"),
+            edge_time=self._times("edge"),
+            edge_weight=self._weights(),
             num_classes=self.num_classes,
             metric=self._task.metric,
             split_name=self.split_name,
@@ -186,131 +187,65 @@ class OgbHetero:
         sizes = self.num_nodes[edge_type[0]], self.num_nodes[edge_type[2]]
         count = self.num_edges[edge_type]
         if self.binary:
-            path = self._raw / "edge_index_dict.npz"
-            table = Archive(path).array(JOIN.join(edge_type))
-            if table.ndim != 2 or table.shape[0] != 2 or table.dtype.kind not in "iu":
-                raise ValueError(
-                    f"{path}: the edges of {edge_type} have shape {table.shape} and type "
-                    f"{table.dtype}\n\nhint: (2, edges) integers"
-                )
-            chunks: Iterable[Array] = [table.T]
-        else:
-            path = self._folder_of(edge_type) / "edge.csv.gz"
-            chunks = csvgz.read_integers(path, 2)
-        ends = np.empty(count, node_dtype(sizes[0])), np.empty(count, node_dtype(sizes[1]))
-        done = 0
-        for chunk in chunks:
-            stop = done + len(chunk)
-            for end, ids, size, kind in zip(
-                ends, chunk.T, sizes, (edge_type[0], edge_type[2]), strict=True
-            ):
-                check_ends(ids, size, f"{path}, edge type {edge_type}, node type {kind!r}", done)
-                if stop <= count:
-                    end[done:stop] = ids
-            done = stop
-            progress(f"edges {edge_type[1]}", done, count)
-        if done != count:
-            raise ValueError(
-                f"{path} has {done:,} edges of type {edge_type}, but the stored number of edges is "
-                f"{count:,}\n\n{_HINT}"
-            )
-        return ends
+            member = Archive(self._raw / "edge_index_dict.npz").member(JOIN.join(edge_type))
+            check_edge_count(member.where, member.shape[-1:], count)
+            return member.edges(sizes, allocate_in_memory, progress)
+        path = self._folder_of(edge_type) / "edge.csv.gz"
+        return read_edge_table(path, sizes, count, allocate_in_memory, progress)
 
-    def _node_features(self) -> dict[str, Rows]:
+    def _values(self, kind: str, name: str) -> Iterator[tuple[Any, int, Path, Member | None]]:
+        """Yield the types that have values for their nodes or edges.
+
+        Args:
+            kind: "node" or "edge".
+            name: of the values: "feat", "time", "year" or "weight".
+
+        Yields:
+            The type, its number of nodes or edges, the file, and the array in it; None for text.
+        """
+        sizes: dict[Any, int] = dict(self.num_nodes if kind == "node" else self.num_edges)
         if self.binary:
-            return {
-                self._node_type(key, where): rows
-                for key, rows, where in self._members("node_feat_dict")
-            }
+            path = self._raw / f"{kind}_{name}_dict.npz"
+            archive = Archive(path) if path.is_file() else None
+            for key in archive.keys if archive else ():
+                each = self._type_of(kind, key, path)
+                yield each, sizes[each], path, Member(path, key)
+            return
+        file = f"{kind}-feat.csv.gz" if name == "feat" else f"{kind}_{name}.csv.gz"
+        for each, count in sizes.items():
+            folder = self._raw / "node-feat" / each if kind == "node" else self._folder_of(each)
+            if (folder / file).is_file():
+                yield each, count, folder / file, None
+
+    def _features(self, kind: str) -> dict[Any, Rows]:
+        return {
+            each: read_rows(path, count) if member is None else member.rows()
+            for each, count, path, member in self._values(kind, "feat")
+        }
+
+    def _times(self, kind: str) -> dict[Any, Array]:
+        found: dict[Any, Array] = {}
+        for name in TIMES:
+            for each, count, path, member in self._values(kind, name):
+                values = csvgz.read_column(path) if member is None else member.in_memory()
+                found.setdefault(each, _as_times(values, count, path))
+        return found
+
+    def _weights(self) -> dict[EdgeType, Array]:
         found = {}
-        for each, count in self.num_nodes.items():
-            path = self._raw / "node-feat" / each / "node-feat.csv.gz"
-            if path.is_file():
-                found[each] = _rows_of(path, count)
+        for each, count, path, member in self._values("edge", "weight"):
+            values = csvgz.read_table(path) if member is None else member.in_memory()
+            found[each] = _column(values, count, path)
         return found
 
-    def _edge_features(self) -> dict[EdgeType, Rows]:
-        if self.binary:
-            return {
-                self._edge_type(key, where): rows
-                for key, rows, where in self._members("edge_feat_dict")
-            }
-        found = {}
-        for each, count in self.num_edges.items():
-            path = self._folder_of(each) / "edge-feat.csv.gz"
-            if path.is_file():
-                found[each] = _rows_of(path, count)
-        return found
-
-    def _members(self, name: str) -> Iterator[tuple[str, Rows, Path]]:
-        path = self._raw / f"{name}.npz"
-        if path.is_file():
-            archive = Archive(path)
-            for key in archive.keys:
-                yield key, archive.member(key).rows(), path
-
-    def _node_times(self) -> dict[str, Array]:
-        found: dict[str, Array] = {}
-        for what in TIMES:
-            if self.binary:
-                for own, values, where in self._vectors(f"node_{what}_dict"):
-                    each = self._node_type(own, where)
-                    found.setdefault(each, _times(values, self.num_nodes[each], where))
-                continue
-            for each, count in self.num_nodes.items():
-                path = self._raw / "node-feat" / each / f"node_{what}.csv.gz"
-                if path.is_file():
-                    found.setdefault(each, _times(csvgz.read_column(path), count, path))
-        return found
-
-    def _edge_times(self) -> dict[EdgeType, Array]:
-        found: dict[EdgeType, Array] = {}
-        for what in TIMES:
-            if self.binary:
-                for own, values, where in self._vectors(f"edge_{what}_dict"):
-                    each = self._edge_type(own, where)
-                    found.setdefault(each, _times(values, self.num_edges[each], where))
-                continue
-            for each, count in self.num_edges.items():
-                path = self._folder_of(each) / f"edge_{what}.csv.gz"
-                if path.is_file():
-                    found.setdefault(each, _times(csvgz.read_column(path), count, path))
-        return found
-
-    def _edge_weights(self) -> dict[EdgeType, Array]:
-        found = {}
-        if self.binary:
-            for own, values, where in self._vectors("edge_weight_dict"):
-                each = self._edge_type(own, where)
-                found[each] = _column(values, self.num_edges[each], where)
-            return found
-        for each, count in self.num_edges.items():
-            path = self._folder_of(each) / "edge_weight.csv.gz"
-            if path.is_file():
-                found[each] = _column(csvgz.read_table(path), count, path)
-        return found
-
-    def _vectors(self, name: str) -> Iterator[tuple[str, Array, Path]]:
-        path = self._raw / f"{name}.npz"
-        if path.is_file():
-            archive = Archive(path)
-            for key in archive.keys:
-                yield key, archive.array(key), path
-
-    def _node_type(self, name: str, where: Path) -> str:
-        if name not in self.num_nodes:
+    def _type_of(self, kind: str, name: str, where: Path) -> Any:
+        """Return the node type or edge type of a name in a file."""
+        found = name if kind == "node" else _parse_type(name, where)
+        types: list[Any] = list(self.num_nodes if kind == "node" else self.num_edges)
+        if found not in types:
             raise ValueError(
-                f"{where} has the node type {name!r}\n\n"
-                f"hint: the node types are {', '.join(self.num_nodes)}"
-            )
-        return name
-
-    def _edge_type(self, name: str, where: Path) -> EdgeType:
-        found = _parse_type(name, where)
-        if found not in self.num_edges:
-            raise ValueError(
-                f"{where} has the edge type {found}\n\n"
-                f"hint: the edge types are {', '.join(map(str, self.num_edges))}"
+                f"{where} has the {kind} type {found!r}\n\n"
+                f"hint: the {kind} types are {', '.join(map(str, types))}"
             )
         return found
 
@@ -320,55 +255,38 @@ class OgbHetero:
         if self.binary:
             archive = Archive(self._raw / "node-label.npz")
             return {
-                self._node_type(key, archive.path): self._check_labels(
-                    key, archive.array(key), archive.path
-                )
-                for key in archive.keys
+                self._type_of("node", key, archive.path): archive.array(key) for key in archive.keys
             }
-        path = self._raw / "nodetype-has-label.csv.gz"
-        found = {}
-        for each in self._marked(path):
-            own = self._raw / "node-label" / each / "node-label.csv.gz"
-            # an empty line is a missing label
-            found[each] = self._check_labels(each, csvgz.read_table(own), own)
-        return found
-
-    def _check_labels(self, node_type: str, labels: Array, path: Path) -> Array:
-        if len(labels) != self.num_nodes[node_type]:
-            raise ValueError(
-                f"{path} has {len(labels):,} labels for {self.num_nodes[node_type]:,} nodes of "
-                f"type {node_type!r}\n\n{_HINT}"
-            )
-        return labels
+        marked = self._marked(self._raw / "nodetype-has-label.csv.gz")
+        # an empty line is a missing label
+        return {
+            each: csvgz.read_table(self._raw / "node-label" / each / "node-label.csv.gz")
+            for each in marked
+        }
 
     def _split(self) -> dict[str, dict[str, Array]]:
         folder = self.folder / "split" / self.split_name
         path = folder / "split_dict.pt"
-        found: dict[str, dict[str, Array]]
         if path.is_file():
             fields = read_split_dict(path, by_type=True)
-            found = {
+            return {
                 part: {
-                    self._node_type(str(each), path): np.asarray(ids)
+                    self._type_of("node", str(each), path): np.asarray(ids)
                     for each, ids in fields[part].items()
                 }
                 for part in SPLITS
             }
-        else:
-            path = folder
-            marked = self._marked(folder / "nodetype-has-split.csv.gz")
-            found = {
-                part: {each: csvgz.read_column(folder / each / f"{part}.csv.gz") for each in marked}
-                for part in SPLITS
-            }
-        for part, by_type in found.items():
-            for each, ids in by_type.items():
-                _check_ids(ids, self.num_nodes[each], f"{path}: the {part} split of {each!r}")
-        return found
+        marked = self._marked(folder / "nodetype-has-split.csv.gz")
+        return {
+            part: {each: csvgz.read_column(folder / each / f"{part}.csv.gz") for each in marked}
+            for part in SPLITS
+        }
 
     def _marked(self, path: Path) -> list[str]:
         """Return the node types with True in a file with a header."""
-        return [self._node_type(each, path) for each, is_set in csvgz.read_flags(path) if is_set]
+        return [
+            self._type_of("node", each, path) for each, is_set in csvgz.read_flags(path) if is_set
+        ]
 
 
 def _parse_type(name: str, path: Path) -> EdgeType:
@@ -392,16 +310,6 @@ def _count(values: Array, path: Path) -> int:
     return int(values[0])
 
 
-def _rows_of(path: Path, count: int) -> Rows:
-    columns = csvgz.count_columns(path)
-
-    def chunks(allocate: Allocate) -> Iterator[Array]:
-        return csvgz.read(path, np.float64, columns)
-
-    # values are parsed as float64, then rounded, as in OGB
-    return Rows(count, columns, np.dtype(np.float64), chunks, str(path))
-
-
 def _column(values: Array, count: int, path: Path) -> Array:
     if values.shape not in ((count,), (count, 1)):
         raise ValueError(
@@ -411,7 +319,7 @@ def _column(values: Array, count: int, path: Path) -> Array:
     return values.reshape(count)
 
 
-def _times(values: Array, count: int, path: Path) -> Array:
+def _as_times(values: Array, count: int, path: Path) -> Array:
     column = _column(values, count, path)
     if column.dtype.kind == "f":
         with np.errstate(invalid="ignore"):
@@ -421,16 +329,3 @@ def _times(values: Array, count: int, path: Path) -> Array:
                 f"{path} has the time {column[~whole][0]}\n\nhint: times are integers, without gaps"
             )
     return column.astype(np.int64)
-
-
-def _check_ids(ids: Array, count: int, where: str) -> None:
-    if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
-        raise ValueError(
-            f"{where} has shape {ids.shape} and type {ids.dtype}\n\nhint: a vector of node ids"
-        )
-    if ids.size and (ids.min() < 0 or ids.max() >= count):
-        wrong = ids[(ids < 0) | (ids >= count)][0]
-        raise ValueError(
-            f"{where} contains node {wrong}, but nodes are 0 to {count - 1}\n\n"
-            "hint: ids start at 0 in each type"
-        )

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from gcnzc.datasets import csvgz, ogb
-from gcnzc.datasets.hetero_arrays import EdgeType, HeteroArrays
 from gcnzc.datasets.ogb_hetero import JOIN
 from gcnzc.datasets.ogb_layout import npz_member
 from gcnzc.datasets.rows import (
@@ -26,7 +25,7 @@ from gcnzc.datasets.rows import (
     no_progress,
     stored_dtype,
 )
-from gcnzc.datasets.source import SPLITS
+from gcnzc.datasets.source import SPLITS, EdgeType, HeteroArrays
 from gcnzc.datasets.store import atomic_folder
 
 

@@ -11,8 +11,9 @@ from typing import IO, Any
 
 import numpy as np
 
-from gcnzc.datasets import pickled
-from gcnzc.datasets.source import METRICS, SPLITS, Metric
+from gcnzc.datasets import csvgz, pickled
+from gcnzc.datasets.rows import Allocate, Array, Progress, Rows
+from gcnzc.datasets.source import METRICS, SPLITS, Metric, allocate_ends, check_ends
 
 _AGAIN = "hint: download or write the dataset again, or remove the file"
 
@@ -155,6 +156,63 @@ def choose_split(folder: Path, wanted: str | None, default: str | None) -> str:
     if wanted not in names:
         raise ValueError(f"{folder} has no split {wanted}\n\nhint: it has {', '.join(names)}")
     return wanted
+
+
+def check_edge_count(where: object, shape: tuple[int, ...], count: int) -> None:
+    """Check that a list of edges has the stored number of edges.
+
+    Args:
+        where: name of the list in the message.
+        shape: (E,).
+        count: the stored number.
+
+    Raises:
+        ValueError: the numbers differ.
+    """
+    if shape != (count,):
+        found = f"{shape[0]:,} edges" if shape else "no edges"
+        raise ValueError(
+            f"{where} has {found}, but the stored number of edges is {count:,}\n\n"
+            "hint: the file is truncated or from another dataset; download or write it again"
+        )
+
+
+def read_edge_table(
+    path: Path, sizes: tuple[int, int], count: int, allocate: Allocate, progress: Progress
+) -> tuple[Array, Array]:
+    """Read a csv.gz of edges as sources and targets, see `Source.edges`.
+
+    Args:
+        path: of the file.
+        sizes: numbers of nodes of the types of the sources and of the targets.
+        count: the stored number of edges.
+        allocate: allocates the arrays.
+        progress: called with numbers of edges.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, has another number of edges, or an id is out of range.
+    """
+    ends = allocate_ends(sizes, count, allocate)
+    done = 0
+    for chunk in csvgz.read_integers(path, 2):
+        for end, ids, size in zip(ends, chunk.T, sizes, strict=True):
+            check_ends(ids, size, str(path), done)
+            end[done : done + len(ids)] = ids[: max(0, count - done)]
+        done += len(chunk)
+        progress("edges", done, count)
+    check_edge_count(path, (done,), count)
+    return ends
+
+
+def read_rows(path: Path, count: int) -> Rows:
+    """Return a csv.gz of features as `Rows`, whose values are parsed as float64, as in OGB."""
+    columns = csvgz.count_columns(path)
+
+    def chunks(allocate: Allocate) -> Iterator[Array]:
+        return csvgz.read(path, np.float64, columns)
+
+    return Rows(count, columns, np.dtype(np.float64), chunks, str(path))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Read and write link property datasets in OGB's layout, without the `ogb` package.
+"""Read link property datasets in OGB's layout, without the `ogb` package.
 
     raw/                   as in a node property dataset, without labels; the message-passing edges
     split/<type>/train.pt valid.pt test.pt      dicts of arrays with one row per edge:
@@ -17,7 +17,6 @@ except knowledge graphs, which have several edge types.
 Notation: N nodes, E edges, D columns of features, K negatives for each edge.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,14 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from gcnzc.datasets import csvgz, pickled
+from gcnzc.datasets import pickled
 from gcnzc.datasets.ogb import OTHER_KINDS, OgbGraph
 from gcnzc.datasets.ogb_layout import Task, read_metadata, read_split_dict, release_names
 from gcnzc.datasets.rows import Array
 from gcnzc.datasets.source import SPLITS, EdgeDefaults, EdgeSplitArrays
-from gcnzc.datasets.store import atomic_folder
 
 
 @dataclass(frozen=True)
@@ -184,68 +181,3 @@ def _array(fields: Mapping[str, Any], key: str, where: str) -> Array:
     if key not in fields:
         raise ValueError(f"{where} has no {key}\n\nhint: download or write the dataset again")
     return np.asarray(fields[key])
-
-
-def write(
-    path: str | Path,
-    edge_index: Array,
-    num_nodes: int,
-    links: EdgeSplitArrays,
-    *,
-    features: Array | None = None,
-    add_inverse_edge: bool = False,
-    name: str | None = None,
-) -> None:
-    """Write a link property dataset in OGB's layout, as csv.gz; the folder is created atomically.
-
-    Args:
-        path: the folder; must not exist.
-        edge_index: (2, E) sources and targets of the message-passing edges.
-        num_nodes: N.
-        links: the edge split with its negatives.
-        features: (N, D).
-        add_inverse_edge: each edge is stored once, and readers add its reverse.
-        name: of the dataset; None uses the name of the folder.
-
-    Raises:
-        FileExistsError: `path` exists.
-        RuntimeError: the disk is full.
-    """
-    path = Path(path)
-    ranked = links.metric == "mrr"
-    task = {
-        "name": name or path.name,
-        "task type": "link prediction",
-        "eval metric": "rocauc" if links.metric == "auc" else links.metric,
-        "add_inverse_edge": str(add_inverse_edge),
-        "split": links.name,
-    }
-    with atomic_folder(path) as folder:
-        for part in ("raw", "processed", f"split/{links.name}"):
-            (folder / part).mkdir(parents=True)
-        (folder / "RELEASE_v1.txt").write_text(f"# Release note for {task['name']}\n\n### v1\n")
-        (folder / "task.json").write_text(json.dumps(task, indent=1) + "\n")
-        csvgz.write(folder / "raw/edge.csv.gz", [np.asarray(edge_index).T])
-        csvgz.write(folder / "raw/num-node-list.csv.gz", [np.array([[num_nodes]])])
-        csvgz.write(folder / "raw/num-edge-list.csv.gz", [np.array([[len(edge_index[0])]])])
-        if features is not None:
-            csvgz.write(folder / "raw/node-feat.csv.gz", [features])
-        for part in SPLITS:
-            edges = np.asarray(links.edges[part], np.int64)
-            negatives = links.negatives.get(part)
-            fields: dict[str, Array]
-            if ranked:
-                fields = {"source_node": edges[0], "target_node": edges[1]}
-                more = (
-                    {}
-                    if negatives is None
-                    else {"target_node_neg": np.asarray(negatives, np.int64)}
-                )
-            else:
-                fields = {"edge": np.ascontiguousarray(edges.T)}
-                more = (
-                    {}
-                    if negatives is None
-                    else {"edge_neg": np.asarray(negatives, np.int64).T.copy()}
-                )
-            torch.save(fields | more, folder / f"split/{links.name}/{part}.pt")

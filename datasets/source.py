@@ -3,8 +3,9 @@
 Notation: N nodes, E edges as stored, T tasks.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -132,6 +133,20 @@ def is_one_way(sources: Array, destinations: Array) -> bool:
 def node_dtype(num_nodes: int) -> np.dtype:
     """Return the dtype of node ids: int32 for fewer than 2**31 nodes, otherwise int64."""
     return np.dtype(np.int32 if num_nodes < 2**31 else np.int64)
+
+
+def allocate_ends(sizes: tuple[int, int], count: int, allocate: Allocate) -> tuple[Array, Array]:
+    """Return arrays for the sources and targets of edges.
+
+    Args:
+        sizes: numbers of nodes of the types of the sources and of the targets.
+        count: E.
+        allocate: allocates the arrays.
+    """
+    return (
+        allocate("sources", count, node_dtype(sizes[0])),
+        allocate("destinations", count, node_dtype(sizes[1])),
+    )
 
 
 def check_ends(ends: Array, num_nodes: int, where: str, first: int = 0) -> None:
@@ -380,3 +395,114 @@ def check_once(ids: Array, owner: Array, number: int, where: str) -> None:
             f"{where}: the {SPLITS[number - 1]} split contains node {values[counts > 1][0]} twice"
             "\n\nhint: the ids of a split must be unique"
         )
+
+
+_NAMES = {
+    "train": ("train", "training", "trn"),
+    "valid": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing", "tst"),
+}
+_PART_OF = {name: part for part, names in _NAMES.items() for name in names}
+_AROUND = re.compile(r"^(?:is_|in_|mask_)|(?:_mask|_masks|_idx|_nodes|_set|_split)$")
+
+
+def part_of(name: object) -> str | None:
+    """Return "train", "valid" or "test" for a common name of it; None for other names.
+
+    Such names are "train", "train_mask", "is_train", "val", "validation_mask", "dev" and "testing",
+    in upper or lower case.
+    """
+    word = str(name).strip().lower().replace("-", "_").replace(" ", "_")
+    for _ in range(2):
+        word = _AROUND.sub("", word)
+    return _PART_OF.get(word)
+
+
+# a label that means none is at least this far from the classes
+LEAST_GAP = 10
+
+
+def describe_missing(labels: Array) -> str:
+    """Return how many labels are missing; "" if none is.
+
+    Args:
+        labels: (N,) or (N, T); -1 or NaN for no label.
+    """
+    is_missing = np.isnan(labels) if labels.dtype.kind == "f" else labels < 0
+    count = np.count_nonzero(is_missing)
+    return f"{count:,} of {labels.size:,} labels are missing" if count else ""
+
+
+def describe_gap(labels: Array) -> str:
+    """Return a warning of gaps in the class numbers, as with a class 255 for no label; else "".
+
+    There are gaps if at most a tenth of the classes from 0 to the largest have a label, or if
+    most of the others are between two classes.
+
+    Args:
+        labels: (N,) or (N, T) of cleaned labels. Labels of several tasks are not checked.
+    """
+    if labels.ndim != 1 or labels.dtype.kind != "i":
+        return ""
+    classes = np.flatnonzero(np.bincount(labels + 1)[1:])
+    if not len(classes):
+        return ""
+    gaps = np.diff(classes, prepend=-1) - 1
+    place, count = int(gaps.argmax()), int(classes[-1]) + 1
+    is_wide = gaps[place] >= LEAST_GAP and 2 * gaps[place] > gaps.sum()
+    if not is_wide and count < LEAST_GAP * len(classes):
+        return ""
+    after = int(classes[place if is_wide else -1])
+    between = f", and none from {after - int(gaps[place])} to {after - 1}" if is_wide else ""
+    remedy = "number the classes from 0"
+    if place or not is_wide:
+        remedy = (
+            f"if {after} means no label, replace it by -1, or in the .toml of tables set "
+            f"missing = [{after}]; otherwise {remedy}"
+        )
+    return (
+        f"the labels have {len(classes):,} different classes{between}, but the model predicts "
+        f"{count:,}; {remedy}"
+    )
+
+
+EdgeType: TypeAlias = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class HeteroArrays:
+    """A heterogeneous graph as arrays by node type and by edge type.
+
+    Attributes:
+        name: of the dataset.
+        num_nodes: N of each node type, in the order of the types.
+        edges: (E,) sources and (E,) destinations of each edge type, in the order of the types.
+        node_features: (N, D) of node types.
+        edge_features: (E, D) of edge types.
+        labels: (N,) or (N, T) labels of node types; -1 or NaN for no label.
+        split: for "train", "valid" and "test" node ids by node type.
+        node_time: (N,) integers of node types.
+        edge_time: (E,) integers of edge types.
+        edge_weight: (E,) sampling weights of edge types.
+        num_classes: number of classes of each task; None if it is not known.
+        metric: of the predictions.
+        split_name: name of the split.
+        best_accuracy: upper bound for the accuracy of any model, if known.
+        origin: provenance of the dataset.
+    """
+
+    name: str
+    num_nodes: Mapping[str, int]
+    edges: Mapping[EdgeType, tuple[Array, Array]]
+    node_features: Mapping[str, Rows] = field(default_factory=dict)
+    edge_features: Mapping[EdgeType, Rows] = field(default_factory=dict)
+    labels: Mapping[str, Array] = field(default_factory=dict)
+    split: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
+    node_time: Mapping[str, Array] = field(default_factory=dict)
+    edge_time: Mapping[EdgeType, Array] = field(default_factory=dict)
+    edge_weight: Mapping[EdgeType, Array] = field(default_factory=dict)
+    num_classes: int | None = None
+    metric: Metric = "accuracy"
+    split_name: str = "random"
+    best_accuracy: float | None = None
+    origin: Mapping[str, Any] = field(default_factory=dict)

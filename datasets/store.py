@@ -16,6 +16,13 @@ synchronized to disk (fsync) and renamed, so that an incomplete folder is never 
     mapping/                  names of nodes, classes and features, see `gcnzc.datasets.names`, or
                               copied from the source
 
+The folder of a heterogeneous graph has a folder for each type instead:
+
+    nodes/0/                  the first node type: features*.npy, labels.npy, time.npy,
+                              split_*.npy and mapping/, as far as it has them
+    edges/0/                  the first edge type: indptr.npy and indices.npy, and edge_ids.npy,
+                              time.npy, weight.npy and features*.npy, as far as it has them
+
 Notation: N nodes, E edges, D columns, T tasks.
 """
 
@@ -30,15 +37,13 @@ import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from reprlib import repr as shortened
 from typing import Any
 
 import numpy as np
 
 from gcnzc._files import checksum, lock, other_process, sync
-from gcnzc.datasets.array_files import map_arrays, npy_headers
-from gcnzc.datasets.meta import CODED_VERSION, FORMAT, VERSION, checksum_of, read_meta
-from gcnzc.datasets.meta_rules import AGAIN, VERIFY
 from gcnzc.datasets.names import FOLDER as NAMES_FOLDER
 from gcnzc.datasets.names import Names
 from gcnzc.datasets.rows import (
@@ -57,6 +62,17 @@ from gcnzc.datasets.rows import (
 )
 from gcnzc.datasets.source import SPLITS, EdgeSplitArrays
 
+FORMAT = "gcnzc-graph"
+# versions of folders of graphs of one node type, and of heterogeneous graphs
+VERSION, HETERO_VERSION = 1, 3
+# data starts at a page boundary, so that whole pages can be mapped, locked and read by a device
+HEADER_BYTES = 4096
+AGAIN = "hint: prepare the folder again from its source"
+VERIFY = "hint: `gcnzc info {} --verify` reports what is damaged; prepare the folder again"
+# names of files that a GPU driver may lock begin with one of these
+LOCKED = ("indptr", "indices", "features")
+# Python has the name since 3.13; the number is that of Linux on x86-64 and 64-bit Arm
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 # errors of a full disk, an exhausted quota, and the limit for the size of a file
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -283,12 +299,8 @@ class Writer:
                 size = target.stat().st_size
                 self._files[name] = {"bytes": size, "crc32": checksum(target)}
 
-    def finish(self, meta: dict[str, Any], version: int | None = None) -> None:
-        """Write `meta.json`, which completes the folder; None is the version for `features`."""
-        if version is None:
-            features = meta.get("features")
-            coded = features is not None and features["kind"] == "codes"
-            version = CODED_VERSION if coded else VERSION
+    def finish(self, meta: dict[str, Any], version: int = VERSION) -> None:
+        """Write `meta.json`, which completes the folder."""
         contents = {"format": FORMAT, "version": version, **meta, "files": self._files}
         contents |= {"crc32": checksum_of(contents)}
         (self._folder / "meta.json").write_text(json.dumps(contents, indent=1) + "\n")
@@ -299,7 +311,7 @@ class Writer:
         name = f"{self._front}{name}"
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        (header,) = npy_headers([(shape, dtype)])
+        header = npy_header(shape, dtype)
         total = len(header) + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         code, done = zlib.crc32(header), len(header)
         with path.open("xb") as file:
@@ -313,13 +325,8 @@ class Writer:
                 done += len(view)
                 self._progress(name, done, total)
         assert done == total, f"{name}: {done} bytes for {total}"
-        self._files[name] = _file_entry(shape, dtype, total, f"{code:08x}")
-
-
-def _file_entry(
-    shape: tuple[int, ...], dtype: np.dtype, num_bytes: int, code: str
-) -> dict[str, Any]:
-    return {"shape": list(shape), "dtype": dtype.str, "bytes": num_bytes, "crc32": code}
+        entry = {"shape": list(shape), "dtype": dtype.str, "bytes": total, "crc32": f"{code:08x}"}
+        self._files[name] = entry
 
 
 def _pad(chunk: Array, columns: int) -> Array:
@@ -361,6 +368,113 @@ def is_prepared(path: Path) -> bool:
     return (path / "meta.json").is_file()
 
 
+def is_hetero(folder: Path) -> bool:
+    """Whether `folder` is a prepared folder of a heterogeneous graph."""
+    if not is_prepared(folder):
+        return False
+    try:
+        read_meta(folder, HETERO_VERSION)
+    except ValueError:
+        return False
+    return True
+
+
+def front_of(kind: str, number: int) -> str:
+    """Return the begin of the names of the files of a type; `kind` is "nodes" or "edges"."""
+    return f"{kind}/{number}/"
+
+
+def read_meta(folder: Path, version: int = VERSION) -> dict[str, Any]:
+    """Read the `meta.json` of a prepared folder.
+
+    Its checksum shows that it is what `Writer.finish` wrote, so that its values need no checks.
+
+    Raises:
+        ValueError: the file is damaged, or has another format version.
+    """
+    path = folder / "meta.json"
+    try:
+        meta = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}\n\n{AGAIN}") from None
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise ValueError(f"{path} is not the meta.json of a prepared folder\n\n{AGAIN}")
+    found = meta.get("version")
+    if found != version:
+        kinds = {VERSION: ("a graph of one node type", "gcnzc.load")}
+        kinds[HETERO_VERSION] = "a heterogeneous graph", "gcnzc.graph.hetero.HeteroGraph.load"
+        what, remedy = f"format version {shortened(found)}", AGAIN
+        if isinstance(found, int) and found in kinds:
+            what, function = kinds[found]
+            remedy = f"hint: {function}({str(folder)!r})"
+        raise ValueError(f"{folder} has {what}\n\n{remedy}")
+    if meta.get("crc32") != checksum_of(meta):
+        raise ValueError(
+            f"{path} was changed after it was written: its checksum is {checksum_of(meta)}, not "
+            f"{shortened(meta.get('crc32'))}\n\n{AGAIN}"
+        )
+    return meta
+
+
+def checksum_of(meta: Mapping[str, Any]) -> str:
+    """Return the CRC-32 of all values in `meta` except the checksum itself."""
+    rest = dict(meta)
+    rest.pop("crc32", None)
+    return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
+
+
+def npy_header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
+    """Return the `.npy` header of an array, padded to `HEADER_BYTES`."""
+    magic = np.lib.format.magic(1, 0)
+    length = HEADER_BYTES - len(magic) - 2
+    fields = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+    text = f"{fields!r}".encode().ljust(length - 1) + b"\n"
+    return magic + length.to_bytes(2, "little") + text
+
+
+def map_arrays(
+    folder: Path, files: Mapping[str, Mapping[str, Any]], read_only: bool
+) -> dict[str, Array]:
+    """Memory-map the files that have a shape, and compare their headers with `meta.json`.
+
+    Args:
+        folder: a prepared folder.
+        files: the files that `meta.json` describes, by name.
+        read_only: see `open_folder`.
+
+    Raises:
+        ValueError: a header differs.
+    """
+    arrays: dict[str, Array] = {}
+    for name, entry in files.items():
+        if "shape" not in entry:
+            continue
+        shape, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"])
+        with (folder / name).open("rb") as file:
+            if file.read(HEADER_BYTES) != npy_header(shape, dtype):
+                raise ValueError(
+                    f"{folder / name} has no header of an array of shape {shape} and type {dtype}"
+                    f"\n\n{AGAIN}"
+                )
+            if entry["bytes"] == HEADER_BYTES:
+                arrays[name] = np.empty(shape, dtype)
+                continue
+            is_locked = read_only and PurePosixPath(name).name.startswith(LOCKED)
+            mapped = _map_file(file.fileno(), entry["bytes"], is_locked)
+        arrays[name] = np.ndarray(shape, dtype, mapped, offset=HEADER_BYTES)
+    return arrays
+
+
+def _map_file(file: int, num_bytes: int, read_only: bool) -> mmap.mmap:
+    if not read_only:
+        # without MAP_NORESERVE, the kernel refuses a private mapping that is larger than memory;
+        # with vm.overcommit_memory=2 it does so in any case
+        with contextlib.suppress(OSError):
+            flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+            return mmap.mmap(file, num_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+    return mmap.mmap(file, num_bytes, access=mmap.ACCESS_READ)
+
+
 def open_folder(folder: Path, *, read_only: bool = False) -> Prepared:
     """Memory-map a prepared folder; validate `meta.json`, file sizes and headers, not the contents.
 
@@ -377,8 +491,7 @@ def open_folder(folder: Path, *, read_only: bool = False) -> Prepared:
             match `meta.json`.
     """
     meta = read_meta(folder)
-    check_sizes(folder, meta["files"])
-    arrays = map_arrays(folder, meta["files"], read_only)
+    arrays = _open_arrays(folder, meta["files"], read_only)
     check_ends(folder, arrays["indptr.npy"], len(arrays["indices.npy"]))
     features, csr, codes = open_features(folder, arrays, meta["features"])
     return Prepared(
@@ -391,8 +504,30 @@ def open_folder(folder: Path, *, read_only: bool = False) -> Prepared:
         codes,
         arrays["labels.npy"],
         {part: arrays[f"split/{part}.npy"] for part in SPLITS},
-        _links(arrays, meta["links"]) if meta.get("links") else None,
+        _links(arrays, meta["links"]) if meta["links"] else None,
     )
+
+
+def open_hetero(
+    folder: Path, *, read_only: bool = False
+) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Memory-map the folder of a heterogeneous graph; see `open_folder`.
+
+    Returns:
+        The metadata, and the mapped arrays by the names of their files.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: `meta.json` or the size or dtype of a file is invalid.
+    """
+    if not is_prepared(folder):
+        raise FileNotFoundError(f"no prepared folder {folder}\n\nhint: is the path right?")
+    meta = read_meta(folder, HETERO_VERSION)
+    arrays = _open_arrays(folder, meta["files"], read_only)
+    for number, own in enumerate(meta["edges"]):
+        front = front_of("edges", number)
+        check_ends(folder, arrays[f"{front}indptr.npy"], own["num_edges"], front)
+    return meta, arrays
 
 
 def open_features(
@@ -416,8 +551,8 @@ def open_features(
     features = arrays[f"{front}features.npy"][:, : fields["columns"]]
     if fields["kind"] != "codes":
         return features, None, None
-    scales = None if fields.get("scales") is None else arrays[f"{front}features_scales.npy"]
-    codes = QuantizedRows(features, fields["dtype"], scales, fields.get("scale_columns"))
+    scales = None if fields["scales"] is None else arrays[f"{front}features_scales.npy"]
+    codes = QuantizedRows(features, fields["dtype"], scales, fields["scale_columns"])
     return None, None, codes
 
 
@@ -439,8 +574,10 @@ def _links(arrays: dict[str, Array], fields: dict[str, Any]) -> EdgeSplitArrays:
     )
 
 
-def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that all files exist and have the sizes that `meta.json` says."""
+def _open_arrays(
+    folder: Path, files: Mapping[str, Mapping[str, Any]], read_only: bool
+) -> dict[str, Array]:
+    """Check that all files exist and have the sizes that `meta.json` says, and map the arrays."""
     for name, entry in files.items():
         path = folder / name
         if not path.is_file():
@@ -450,20 +587,18 @@ def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
             raise ValueError(
                 f"{path} has {size:,} bytes, but meta.json says {entry['bytes']:,}\n\n{AGAIN}"
             )
+    return map_arrays(folder, files, read_only)
 
 
-def verify(folder: Path, progress: Progress = no_progress) -> None:
+def verify(folder: Path, progress: Progress = no_progress, version: int = VERSION) -> None:
     """Read every file of a prepared folder and compare its checksum with `meta.json`.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a checksum differs; the message names the file.
     """
-    verify_files(folder, open_folder(folder).meta["files"], progress)
-
-
-def verify_files(folder: Path, files: Mapping[str, Mapping[str, Any]], progress: Progress) -> None:
-    """Compare the checksums of files with `meta.json`; see `verify`."""
+    files = read_meta(folder, version)["files"]
+    _open_arrays(folder, files, read_only=False)
     total = sum(entry["bytes"] for entry in files.values())
     done = 0
     for name, entry in files.items():

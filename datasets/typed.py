@@ -41,9 +41,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gcnzc.datasets.generated import CHUNK_EDGES, Chunks, generate_rows, random_stream
-from gcnzc.datasets.hetero_arrays import EdgeType, HeteroArrays
 from gcnzc.datasets.rows import Array, Progress, Rows, allocate_in_memory, no_progress
-from gcnzc.datasets.source import node_dtype
+from gcnzc.datasets.source import EdgeType, HeteroArrays, node_dtype
 
 # fractions of the nodes, by type
 NODE_SHARES = {"user": 0.5, "item": 0.3, "query": 0.15, "brand": 0.05}

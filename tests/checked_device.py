@@ -31,10 +31,10 @@ from happens_before import Checker, join
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gcnzc.features import cache as features_cache
-from gcnzc.features import cache_counters, table
+from gcnzc.features import table
 from gcnzc.kernels import buffers
-from gcnzc.loader import base, batches, loader, transfer
-from gcnzc.sampling import hetero, hetero_block, neighbor
+from gcnzc.loader import base, loader, transfer
+from gcnzc.sampling import hetero, neighbor
 
 ROOT = Path(__file__).parents[1]
 # calls of this code are left out: all that shares memory with streams
@@ -367,17 +367,17 @@ def replacements():
     """Return the modules, names and values to replace while programs run."""
     return [
         *((transfer, "threading", Threading), (transfer, "deque", Deque)),
-        *((base, "threading", Threading), (batches, "threading", Threading)),
-        (batches, "ThreadPoolExecutor", WatchedExecutor),
+        (base, "threading", Threading),
+        (base, "ThreadPoolExecutor", WatchedExecutor),
         *((loader, "ForkSafeLock", Lock), (buffers, "ForkSafeLock", Lock)),
-        *((buffers, "deque", Deque), (cache_counters, "ForkSafeLock", Lock)),
+        *((buffers, "deque", Deque), (features_cache, "ForkSafeLock", Lock)),
         (table, "gather", watching(table.gather, gathered)),
         (transfer, "gather", watching(transfer.gather, gathered)),
         (table, "gather_sparse", watching(table.gather_sparse, gathered)),
         (features_cache, "gather_cached", gather_cached),
         (neighbor, "sample", watching(neighbor.sample, sampled_tensors)),
         (hetero, "sample_hetero", watching(hetero.sample_hetero, typed_tensors)),
-        (hetero_block, "merge_relations", watching(hetero_block.merge_relations, merged_tensors)),
+        (hetero, "merge_relations", watching(hetero.merge_relations, merged_tensors)),
     ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcnzc.datasets import ogb
+from bench.ogb_folders import write_nodes
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Tiny:
 
     def write(self, path: Path, **how: Any) -> Path:
         """In OGB's layout."""
-        ogb.write(path, self.edge_index, self.labels, self.split, features=self.features, **how)
+        write_nodes(path, self.edge_index, self.labels, self.split, features=self.features, **how)
         return path
 
     def write_npz(self, path: Path, **more: Any) -> Path:

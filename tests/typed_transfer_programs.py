@@ -21,8 +21,7 @@ from transfer_programs import (
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.sampling import HeteroLinkSampler, HeteroSampler
-from gcnzc.sampling.hetero import HeteroBatch
-from gcnzc.sampling.hetero_block import HeteroBlock, HeteroMetadata
+from gcnzc.sampling.hetero import HeteroBatch, HeteroBlock, HeteroMetadata
 
 # "c" has no table
 TYPES = ("a", "b", "c")

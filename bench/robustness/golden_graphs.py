@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 import gcnzc
 from bench.harness import ROOT
+from bench.ogb_folders import write_links, write_nodes
 from gcnzc import HeteroGraph
 from gcnzc.cli import main
-from gcnzc.datasets import ogb, ogb_link
 from gcnzc.datasets.source import EdgeSplitArrays
 from gcnzc.graph.edge_split import EdgeShares
 from gcnzc.graph.hetero.tables import Table
@@ -182,7 +182,7 @@ def edge_list(file: str) -> str:
 
 def ogb_layout(binary: bool) -> str:
     """Write OGB's layout."""
-    ogb.write("ogb", ENDS, LABELS, IDS, features=FEATURES, binary=binary)
+    write_nodes("ogb", ENDS, LABELS, IDS, features=FEATURES, binary=binary)
     return "ogb"
 
 
@@ -195,7 +195,7 @@ def ogb_links(ranked: bool) -> str:
         for part in PARTS[1:]
     }
     links = EdgeSplitArrays(edges, negatives, "mrr" if ranked else "hits@20", "time")
-    ogb_link.write("ogbl", edges["train"], NODES, links, features=FEATURES, add_inverse_edge=True)
+    write_links("ogbl", edges["train"], NODES, links, features=FEATURES, add_inverse_edge=True)
     return "ogbl"
 
 

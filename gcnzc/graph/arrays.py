@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gcnzc.datasets.names import Names
-from gcnzc.datasets.part_names import part_of
 from gcnzc.datasets.rows import (
     Allocate,
     Array,
@@ -21,18 +20,11 @@ from gcnzc.datasets.rows import (
     rows_from_codes,
     rows_from_csr,
 )
-from gcnzc.datasets.source import SPLITS, EdgeDefaults, Metric, check_ends, node_dtype
-from gcnzc.graph.edge_values import (
-    names_of_values,
-    values_of_dgl,
-    values_of_networkx,
-    values_of_pyg,
-    values_of_table,
-)
+from gcnzc.datasets.source import SPLITS, EdgeDefaults, Metric, check_ends, node_dtype, part_of
+from gcnzc.datasets.tables import END_NAMES
+from gcnzc.graph.hetero.values import split_of_words
 from gcnzc.system.arguments import check_integer, describe
 
-# recognized column names for edge endpoints
-END_NAMES = (("source", "target"), ("src", "dst"), ("from", "to"), ("u", "v"))
 # edge defaults for graph objects that store edge directions
 AS_STORED = EdgeDefaults(False, "keep", "a graph object whose edges have directions")
 HINT = (
@@ -421,22 +413,8 @@ def _rows(features: Any) -> Rows | None:
 
 def _parts(splits: Any, num_nodes: int) -> dict[str, Array]:
     if not isinstance(splits, Mapping):
-        words = _array(splits, "splits")
-        if words.shape != (num_nodes,) or words.dtype.kind not in "UO":
-            raise ValueError(
-                f"splits is {describe(splits)}\n\n"
-                'hint: a dict with node ids or masks for "train", "valid" and "test", or one of '
-                "these words for each node"
-            )
-        names = np.array([part_of(word) for word in words], object)
-        wrong = [word for word, name in zip(words, names, strict=True) if name is None]
-        unknown = next((word for word in wrong if str(word) not in ("", "none", "nan")), None)
-        if unknown is not None:
-            raise ValueError(
-                f"splits has the word {str(unknown)!r}\n\n"
-                "hint: train, valid (or val) and test; an empty word is for nodes in none of them"
-            )
-        return {part: np.flatnonzero(names == part) for part in SPLITS}
+        found = split_of_words("splits", splits, num_nodes)
+        return {part: ids.numpy() for part, ids in found.items()}
     named = {part_of(key): value for key, value in splits.items()}
     if set(named) != set(SPLITS) or len(named) < len(splits):
         raise ValueError(
@@ -486,3 +464,59 @@ def _as_numpy(values: Any, name: str) -> Any:
         ) from error
     to_numpy = getattr(values, "to_numpy", None)
     return values if to_numpy is None else to_numpy()
+
+
+# attributes of a PyG `Data`
+PYG_NAMES = ("edge_weight", "edge_attr")
+
+
+def names_of_values(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the values that distinguish edges: those that are not all 1.
+
+    Args:
+        values: weights or features of the edges by name; None for a name without values.
+    """
+    return tuple(name for name, each in values.items() if each is not None and not _are_one(each))
+
+
+def note_of_values(names: tuple[str, ...]) -> str:
+    """Return the message that these values are not stored."""
+    return (
+        f"not stored: {', '.join(names)}; a prepared folder has no weights and no features of "
+        "edges, so all edges count the same"
+    )
+
+
+def values_of_networkx(graph: Any) -> dict[str, Any]:
+    """Return the weights of the edges of a networkx graph; an edge without one has weight 1."""
+    return {"weight": [weight for *_, weight in graph.edges(data="weight", default=1)]}
+
+
+def values_of_pyg(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights and features of the edges of a PyG `Data`, as a dict."""
+    return {name: attributes.get(name) for name in PYG_NAMES}
+
+
+def values_of_dgl(graph: Any) -> dict[str, Any]:
+    """Return the edge data of a DGL graph, except ids of DGL's and masks."""
+    return {
+        f"edata[{name!r}]": value
+        for name, value in graph.edata.items()
+        if not name.startswith("_") and not name.endswith("_mask")
+    }
+
+
+def values_of_table(table: Any, ends: tuple[Any, Any]) -> dict[str, Any]:
+    """Return the columns of a pandas table of edges, except those of their ends."""
+    columns = [column for column in table.columns if column not in ends]
+    return {f"column {column}": table[column].to_numpy() for column in columns}
+
+
+def _are_one(values: Any) -> bool:
+    if isinstance(values, Tensor):
+        return values.layout == torch.strided and bool((values == 1).all())
+    try:
+        array = np.asarray(values)
+    except ValueError:  # rows of different lengths
+        return False
+    return array.dtype.kind in "biuf" and bool((array == 1).all())

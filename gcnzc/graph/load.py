@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gcnzc.datasets import catalog, download, hetero_store, ogb, store
-from gcnzc.datasets.label_notes import describe_gap
+from gcnzc.datasets import catalog, download, ogb, store
 from gcnzc.datasets.names import Names, NamesFolder
 from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.ogb import OgbGraph
@@ -36,15 +35,15 @@ from gcnzc.datasets.source import (
     clean_labels,
     clean_split,
     count_classes,
+    describe_gap,
     guess_edge_defaults,
     has_label,
 )
 from gcnzc.datasets.store import Prepared
 from gcnzc.datasets.table_graph import TableGraph, is_table
-from gcnzc.graph.arrays import ArrayGraph
+from gcnzc.graph.arrays import ArrayGraph, note_of_values
 from gcnzc.graph.dataset import Dataset, EdgeSplit
 from gcnzc.graph.edge_split import with_sorted_columns
-from gcnzc.graph.edge_values import note_of_values
 from gcnzc.graph.graph import Duplicates, Graph, Loops, mapped_graph
 from gcnzc.graph.hetero import folder as hetero_folder
 from gcnzc.graph.hetero import ogb as hetero_ogb
@@ -188,7 +187,7 @@ def info(path: str | Path) -> dict[str, Any]:
         ValueError: the files are invalid.
     """
     path = Path(path)
-    if hetero_store.is_hetero(path):
+    if store.is_hetero(path):
         return hetero_folder.info(path)
     if is_hetero_layout(path):
         return hetero_ogb.info(path)
@@ -198,7 +197,7 @@ def info(path: str | Path) -> dict[str, Any]:
     if isinstance(source, Prepared):
         meta = dict(source.meta)
         files = meta.pop("files")
-        meta.pop("crc32", None)
+        meta.pop("crc32")
         meta["disk_bytes"] = sum(entry["bytes"] for entry in files.values())
         meta["feature_bytes"] = sum(
             entry["bytes"] for file, entry in files.items() if file.startswith("features")
@@ -239,7 +238,7 @@ def verify(path: str | Path, progress: Progress = no_progress) -> None:
         ValueError: a file is damaged or invalid; the message names it.
     """
     path = Path(path)
-    if hetero_store.is_hetero(path):
+    if store.is_hetero(path):
         hetero_folder.verify(path, progress)
         return
     if is_hetero_layout(path):

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from gcnzc.datasets import names, store
-from gcnzc.datasets.meta_rules import HEADER_BYTES
 from gcnzc.datasets.ogb_hetero import is_hetero_name
 from gcnzc.datasets.rows import Array, Progress, Rows, no_progress, normalize_rows
 from gcnzc.datasets.source import (
@@ -19,7 +18,7 @@ from gcnzc.datasets.source import (
     has_label,
     node_dtype,
 )
-from gcnzc.datasets.store import Prepared
+from gcnzc.datasets.store import HEADER_BYTES, Prepared
 from gcnzc.graph.arrays import from_arrays
 from gcnzc.graph.edge_split import EdgeShares, split_edges, with_sorted_columns
 from gcnzc.graph.graph import Duplicates, Graph, Loops

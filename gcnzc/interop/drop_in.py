@@ -4,38 +4,356 @@ Items are the nodes or edges that a loader iterates over, as indices into the gi
 loaders are `torch.utils.data.DataLoader`s: a sampler orders the items, a batch sampler groups them,
 and tools such as Lightning and Accelerate may replace both samplers. `gcnzc.Loader` runs the
 threads; the subclasses for each library make the minibatches.
+
+Every iteration over a loader is an epoch of its own, also while others are in progress. The
+samplers are subclasses of torch's `RandomSampler` and `SequentialSampler`, so that Lightning and
+Accelerate recognize them and replace them by their own samplers.
 """
 
+import operator
 import warnings
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import Self
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.interop.column import Column
-from gcnzc.interop.epochs import EpochCounter, EpochProgress, OrderedItems, ShuffledItems
-from gcnzc.interop.inner_loader import InnerLoader, LibraryBatch, share_attributes
-from gcnzc.interop.items import as_items
 from gcnzc.interop.options import Options, generator, seed_of
-from gcnzc.interop.ranks import has_warned_about_ranks, rank_and_world_size, shares_of
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.threads import ForkSafeLock
-from gcnzc.loader.batches import Batches, stop_iteration_error
+from gcnzc.loader.base import Batches, stop_iteration_error
+from gcnzc.loader.checks import default_threads
+from gcnzc.loader.loader import Loader
+from gcnzc.loader.seeds import Shares, epoch_order
 from gcnzc.loader.state import PARTITION, check_position, check_state
-from gcnzc.loader.threads import default_threads
+from gcnzc.loader.transfer import Transfer
 from gcnzc.sampling.batch import ONE_TYPE, Batch
-from gcnzc.system.arguments import check_kind, check_seed
+from gcnzc.system.arguments import check_kind, check_seed, describe
+
+has_warned_about_ranks = False
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Return rank and world size of torch's default process group.
+
+    Raises:
+        RuntimeError, ValueError: there is none.
+    """
+    # only gcnzc.exchange.group communicates through torch.distributed
+    group: DistributedSampler[Any] = DistributedSampler(cast(Any, range(1)))
+    return group.rank, group.num_replicas
+
+
+def shares_of(options: Options, num_items: int) -> Shares:
+    """Return the fraction of the items that a rank takes."""
+    rank, world_size = options.rank, options.world_size
+    if (rank is None) != (world_size is None):
+        raise ValueError(f"rank {rank} and world_size {world_size}\n\nhint: pass both, or neither")
+    if options.has_user_sampler:
+        if (world_size or 1) > 1 and not _is_distributed(options.dataloader_options):
+            raise ValueError(
+                f"rank {rank} and world_size {world_size} share the items among the ranks, but "
+                "a sampler was given as well\n\n"
+                "hint: pass a torch.utils.data.DistributedSampler, or no sampler"
+            )
+        rank = world_size = None
+    rank, world_size = rank or 0, 1 if world_size is None else world_size
+    return Shares(
+        num_items,
+        options.batch_size,
+        rank,
+        world_size,
+        options.drop_last,
+        may_be_empty=True,
+    )
+
+
+def _is_distributed(dataloader_options: Mapping[str, Any]) -> bool:
+    """Whether the sampler shares the items among ranks itself."""
+    sampler = dataloader_options.get("sampler") or dataloader_options["batch_sampler"]
+    while hasattr(sampler, "sampler"):
+        sampler = sampler.sampler
+    return isinstance(sampler, DistributedSampler)
+
+
+def as_items(given: Any, num_items: int, where: str) -> Tensor:
+    """Return the items of a minibatch as an int64 tensor (S,) on the host.
+
+    They are any iterable of integers, as for torch's `DataLoader`: Python's, NumPy's, or integer
+    tensors of one element. Truth values are rejected, and negative integers, which torch counts
+    from the end.
+
+    Args:
+        given: indices of nodes or edges of the loader, in [0, num_items).
+        num_items: the number of items of the loader.
+        where: what has the items, for error messages.
+
+    Raises:
+        TypeError: `given` is not an iterable of integers; the message has the value and its
+            position.
+        IndexError: an index is out of range; the message has the value and its position.
+    """
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable) or _is_scalar(given):
+        raise TypeError(f"{where} is {describe(given)}, not a list of integers\n\n{_HINT}")
+    if isinstance(given, Tensor | np.ndarray) and _is_integral(given) and given.ndim == 1:
+        values = given.tolist()
+    else:
+        values = [
+            value if type(value) is int else _as_integer(value, place, where)
+            for place, value in enumerate(given)
+        ]
+    if values and not 0 <= min(values) <= max(values) < num_items:
+        place = next(i for i, value in enumerate(values) if not 0 <= value < num_items)
+        raise IndexError(
+            f"{where} has {describe(values[place])} at position {place}, but the loader "
+            f"has {num_items} items\n\n{_HINT}"
+        )
+    return torch.tensor(values, dtype=torch.int64)
+
+
+_HINT = (
+    "hint: an item is an index of the nodes or edges that the loader was given, counted from 0; a "
+    "mask becomes indices by .nonzero().flatten()"
+)
+
+
+def _as_integer(value: Any, place: int, where: str) -> int:
+    is_array = isinstance(value, Tensor | np.ndarray | np.generic)
+    is_flag = isinstance(value, bool) or (is_array and not _is_integral(value))
+    try:
+        if not is_flag:
+            return operator.index(value)
+    except (TypeError, RuntimeError):
+        pass
+    shown = value.item() if is_array and _is_scalar(value) else value
+    raise TypeError(f"{where} has {describe(shown)} at position {place}, not an integer\n\n{_HINT}")
+
+
+def _is_integral(values: Any) -> bool:
+    """Whether the dtype of a tensor, an array or a NumPy number is one of integers."""
+    if isinstance(values, Tensor):
+        kinds = values.dtype.is_floating_point, values.dtype.is_complex, values.dtype == torch.bool
+        return not any(kinds)
+    return values.dtype.kind in "iu"
+
+
+def _is_scalar(given: Any) -> bool:
+    return isinstance(given, Tensor | np.ndarray | np.generic) and given.ndim == 0
+
+
+T = TypeVar("T")
+
+# `Loader` requires a graph, and uses it only for minibatches of its own samplers
+NO_GRAPH = Graph.from_edges(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), 1)
+
+
+@dataclass
+class LibraryBatch(Batch):
+    """A minibatch of `InnerLoader`, with the other parts of the library's in `parts`."""
+
+    parts: Any = None
+
+
+class InnerLoader(Loader):
+    """A `Loader` that can gather the features of several node types.
+
+    Args:
+        graph: see `Loader`.
+        tables: features by the node types of the minibatches. Those of `ONE_TYPE` are gathered for
+            any device, and those of other types only for a GPU.
+        args, kwargs: the other arguments of `Loader`.
+    """
+
+    def __init__(
+        self, graph: Graph, tables: Mapping[str, FeatureTable], *args: Any, **kwargs: Any
+    ) -> None:
+        self.tables = tables
+        super().__init__(graph, tables.get(ONE_TYPE), *args, **kwargs)
+
+    def with_sampler(self, sampler: Any) -> Self:
+        """Return a loader with another sampler, and the same streams and memory."""
+        other = share_attributes(self)
+        other.sampler = sampler
+        return other
+
+    def _open_transfer(self, table: Any, *args: Any, **kwargs: Any) -> Transfer:
+        return super()._open_transfer(self.tables, *args, **kwargs)
+
+
+def share_attributes(loader: T) -> T:
+    """Return a loader with the same attributes; `copy.copy` would construct another."""
+    other = object.__new__(type(loader))
+    vars(other).update(vars(loader))
+    return other
+
+
+MAX_EPOCHS = 2**32
+
+
+@dataclass(eq=False)
+class EpochProgress:
+    """The progress of one iteration over a loader."""
+
+    epoch: int
+    position: int = 0  # minibatches that were yielded, or skipped on resuming
+    done: int = 0  # items of the epoch used before with another batch or world size
+    num_steps: int | None = None  # minibatches of the epoch; None if its sampler has no length
+    is_exhausted: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every minibatch was yielded."""
+        return self.is_exhausted or self.position == self.num_steps
+
+
+class EpochCounter:
+    """Assigns epochs to the iterations over a loader, and tracks those in progress.
+
+    An iteration gets its epoch when its first minibatch is requested, so an unused iterator does
+    not advance the epoch.
+    """
+
+    def __init__(self) -> None:
+        # the epoch of the next iteration, unless that resumes an earlier one
+        self.next = 0
+        # the epoch of the last direct iteration over a sampler, as another loader does
+        self.of_sampler = 0
+        self._resumed: deque[EpochProgress] = deque()
+        self._begun: list[tuple[weakref.ref[object], EpochProgress]] = []
+
+    @property
+    def present(self) -> int:
+        """The epoch of the iteration in progress that began last, or of the next one."""
+        return self.unfinished()[-1].epoch
+
+    def begin(self, iterator: object) -> EpochProgress:
+        """Begin the next iteration, or resume the first remaining one of a loaded state.
+
+        Args:
+            iterator: the iterator; while it exists, the loader's state includes the iteration.
+        """
+        iteration = self._resumed.popleft() if self._resumed else EpochProgress(self.advance())
+        living = [(ref, other) for ref, other in self._begun if ref() is not None]
+        self._begun = [(ref, other) for ref, other in living if not other.is_over]
+        self._begun.append((weakref.ref(iterator), iteration))
+        return iteration
+
+    def advance(self) -> int:
+        """Return the next epoch, and advance.
+
+        Raises:
+            ValueError: the epoch would be 2**32 or above.
+        """
+        _check_epoch(self.next)
+        self.next += 1
+        return self.next - 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration; if a loaded state is in that epoch, resume it.
+
+        Raises:
+            ValueError: `epoch` is not from 0 to 2**32 - 1.
+        """
+        _check_epoch(epoch)
+        if self._resumed and self._resumed[0].epoch == epoch:
+            return
+        self._resumed.clear()
+        self._begun.clear()
+        self.next = epoch
+
+    def unfinished(self) -> list[EpochProgress]:
+        """Return the iterations of a state, at least one, in the order in which they began.
+
+        These are the iterations in progress and those that are still to be resumed, or else the
+        next one. An iteration whose iterator was deleted is in progress until another begins.
+        """
+        begun = [iteration for _, iteration in self._begun if not iteration.is_over]
+        return [*begun, *self._resumed] or [EpochProgress(self.next)]
+
+    def resume(self, iterations: list[EpochProgress]) -> None:
+        """Let the next iterations resume these."""
+        self._begun.clear()
+        self._resumed = deque(iterations)
+        self.next = iterations[-1].epoch + 1
+
+
+class ShuffledItems(RandomSampler):
+    """Samples all items of a loader, in another order each epoch.
+
+    Direct iteration over the sampler, as by Accelerate's loaders, advances the epoch. If
+    `generator` is set, as Accelerate does to have the same order on all ranks, it decides the
+    order.
+
+    Args:
+        num_items: the number of items, at least 1.
+        seed: the random seed of the order.
+        epochs: the epochs of the loader.
+    """
+
+    def __init__(self, num_items: int, seed: int, epochs: EpochCounter) -> None:
+        super().__init__(range(num_items))
+        self.seed = seed
+        self._epochs = epochs
+
+    def set_epoch(self, epoch: int) -> None:
+        """As `set_epoch` of the loader."""
+        self._epochs.set_epoch(epoch)
+
+    def items(self, epoch: int) -> Tensor:
+        """Return the indices of the items in the order of an epoch, (N,) int64 on the host."""
+        return epoch_order(torch.arange(len(self)), self.seed, epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        self._epochs.of_sampler = epoch = self._epochs.advance()
+        if self.generator is not None:
+            return super().__iter__()
+        return iter(self.items(epoch).tolist())
+
+
+class OrderedItems(SequentialSampler):
+    """Samples all items of a loader in the order in which they were given.
+
+    Args:
+        num_items: the number of items.
+        epochs: the epochs of the loader.
+    """
+
+    def __init__(self, num_items: int, epochs: EpochCounter) -> None:
+        super().__init__(range(num_items))
+        self._epochs = epochs
+
+    def set_epoch(self, epoch: int) -> None:
+        """As `set_epoch` of the loader."""
+        self._epochs.set_epoch(epoch)
+
+    def items(self, epoch: int) -> Tensor:
+        """Return the indices of the items, (N,) int64 on the host."""
+        return torch.arange(len(self))
+
+    def __iter__(self) -> Iterator[int]:
+        self._epochs.of_sampler = self._epochs.advance()
+        return super().__iter__()
+
+
+def _check_epoch(epoch: int) -> None:
+    if not 0 <= epoch < MAX_EPOCHS:
+        raise ValueError(
+            f"epoch {epoch}: it must be 0 or more, and below 2**32\n\nhint: count from 0"
+        )
 
 
 class DropInLoader(DataLoader[Any], ABC):

@@ -21,8 +21,6 @@ from torch import Tensor
 from gcnzc.features.pinning import pinned
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
-from gcnzc.interop.epoch_per_iteration import EpochPerIteration
-from gcnzc.interop.errors import LibraryError
 from gcnzc.loader.loader import Loader
 from gcnzc.sampling.batch import Batch
 
@@ -40,7 +38,7 @@ def import_lightning() -> Any:
     """
     installed = [name for name in NAMES if find_spec(name.partition(".")[0]) is not None]
     if not installed:
-        raise LibraryError(f"Lightning is not installed\n\nhint: {INSTALL}")
+        raise ImportError(f"Lightning is not installed\n\nhint: {INSTALL}")
     in_use = [name for name in installed if name in sys.modules]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -50,25 +48,48 @@ def import_lightning() -> Any:
 class Feed:
     """Iterable over a loader, of which each iteration is the next epoch, for Lightning.
 
-    Lightning may stop an iteration before the last batch, and does not request one after it.
+    `gcnzc.Loader` repeats an epoch that was stopped early. Lightning may stop an iteration before
+    the last batch, and does not request one after it.
 
     Args:
-        loader: the loader.
+        loader: a loader over which nothing else iterates.
         advances: each iteration is the next epoch; if False, each is the first epoch, so that
             validations sample the same neighbours.
     """
 
     def __init__(self, loader: Loader, advances: bool) -> None:
         self.loader, self._advances = loader, advances
-        self._iterations = EpochPerIteration(loader)
+        # epoch and position at which the last iteration began
+        self._begun: tuple[int, int] | None = None
+        self._is_loaded = False
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
+        loader = self.loader
         if not self._advances:
-            self._iterations.set_epoch(0)
-        return self._iterations.begin()
+            self.set_epoch(0)
+        now = self._now()
+        if self._begun == now:
+            # the last iteration yielded no batch
+            loader.load_state_dict(loader.state_dict())
+        elif self._is_over(now):
+            loader.set_epoch(now[0] + 1)
+        self._begun, self._is_loaded = self._now(), False
+        return iter(loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, which resumes a loaded state of that epoch.
+
+        Raises:
+            ValueError: `epoch` is not from 0 to 2**32 - 1.
+        """
+        if not self._is_loaded:
+            # set another epoch first, since setting the current epoch keeps the position
+            self.loader.set_epoch(0 if self.loader.epoch else 1)
+        self.loader.set_epoch(epoch)
+        self._begun = None
 
     def state_dict(self) -> dict[str, int]:
         """Return the position of the loader; see `gcnzc.Loader.state_dict`."""
@@ -80,7 +101,17 @@ class Feed:
         Raises:
             ValueError: see `gcnzc.Loader.load_state_dict`.
         """
-        self._iterations.load_state_dict(state)
+        self.loader.load_state_dict(state)
+        self._begun, self._is_loaded = None, True
+
+    def _is_over(self, now: tuple[int, int]) -> bool:
+        if self._begun is None:
+            return self._is_loaded and now[1] == len(self.loader)
+        return self._begun[0] == now[0]
+
+    def _now(self) -> tuple[int, int]:
+        state = self.loader.state_dict()
+        return state["epoch"], state["position"]
 
 
 class DataModule(import_lightning().LightningDataModule):  # type: ignore[misc]

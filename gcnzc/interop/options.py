@@ -91,14 +91,11 @@ class Options:
         )
 
 
-def split_options(
-    kwargs: dict[str, Any], loader_name: str
-) -> tuple[int, dict[str, Any], dict[str, Any]]:
+def split_options(kwargs: dict[str, Any]) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Separate torch's DataLoader arguments, except `batch_size`, `shuffle` and `drop_last`.
 
     Args:
         kwargs: keyword arguments of a drop-in loader.
-        loader_name: the name of the loader.
 
     Returns:
         `num_workers`, the other arguments of torch's DataLoader, and the remaining arguments.

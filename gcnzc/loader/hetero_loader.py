@@ -28,8 +28,7 @@ from gcnzc.loader.checks import (
 from gcnzc.loader.seed_order import SeedOrder
 from gcnzc.loader.state import plain_settings
 from gcnzc.loader.transfer import PendingBatch
-from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
-from gcnzc.sampling.hetero_block import build_hetero_blocks
+from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler, build_hetero_blocks
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
 from gcnzc.sampling.neighbor import check_range
 from gcnzc.system.arguments import IdsLike, as_ids, check_device, check_kind, describe

@@ -36,8 +36,7 @@ from gcnzc.loader.seed_order import (
 )
 from gcnzc.loader.transfer import PendingBatch
 from gcnzc.sampling.batch import Batch, Block
-from gcnzc.sampling.neighbor import Sampler, check_graph
-from gcnzc.sampling.protocol import SamplerProtocol
+from gcnzc.sampling.neighbor import Sampler, SamplerProtocol, check_graph
 from gcnzc.system.arguments import (
     IdsLike,
     check_device,

@@ -13,8 +13,8 @@ from torch import Tensor
 from gcnzc.features.access_counts import Presample
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.gather.cached import add_counts
+from gcnzc.loader.checks import default_threads
 from gcnzc.loader.seeds import epoch_order
-from gcnzc.loader.threads import default_threads
 from gcnzc.sampling.neighbor import Sampler, check_graph, check_seeds
 from gcnzc.system.arguments import THREADS_LIMIT, IdsLike, check_callable, check_integer, check_seed
 

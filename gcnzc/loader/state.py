@@ -12,13 +12,6 @@ from gcnzc.system.arguments import check_epoch, check_integer, check_kind, descr
 PARTITION = ("batch_size", "world_size")
 
 
-# settings that states of all versions contain
-REQUIRED = {"seed", "num_seeds", "num_items", "shuffle", "drop_last", "seeds_crc32", "items_crc32"}
-
-# settings that states of older versions lack, with the value that those loaders had
-ADDED = {"seed_order": "shuffled"}
-
-
 def check_state(
     state: Mapping[str, Any], same: Mapping[str, Any], num_items: int
 ) -> dict[str, int]:
@@ -26,8 +19,7 @@ def check_state(
 
     Args:
         state: of a loader.
-        same: settings of the loader that resumes it, which must be equal in the state. States of
-            older versions lack settings of samplers, which are then not compared.
+        same: settings of the loader that resumes it, which must be equal in the state.
         num_items: number of items of the loader that resumes it, which are seeds of `gcnzc.Loader`.
 
     Returns:
@@ -40,12 +32,11 @@ def check_state(
     """
     hint = "load what state_dict() of a loader gave"
     check_kind("state", state, Mapping, hint)
-    needed = {"epoch", "position", "done", *PARTITION, *(same.keys() & REQUIRED)}
+    needed = {"epoch", "position", "done", *PARTITION, *same}
     if missing := needed - state.keys():
         raise ValueError(f"the state lacks {', '.join(sorted(missing))}\n\nhint: {hint}")
-    state = ADDED | dict(state)
     for name, own in same.items():
-        if name in state and not _is_equal(state[name], own):
+        if not _is_equal(state[name], own):
             raise ValueError(
                 f"the state is of a loader with {name} {describe(state[name])}, not "
                 f"{describe(own)}\n\nhint: resume with the options of the run that was saved"

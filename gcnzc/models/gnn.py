@@ -6,7 +6,6 @@ from functools import partial
 from torch import Tensor
 
 from gcnzc.kernels.aggregate.dropout import elu_dropout_, relu_dropout_
-from gcnzc.models.checks import check_probability
 from gcnzc.models.layers import (
     GATLayer,
     GATv2Layer,
@@ -15,7 +14,7 @@ from gcnzc.models.layers import (
     Layer,
     SAGELayer,
 )
-from gcnzc.models.stack import Model
+from gcnzc.models.stack import Model, check_probability
 from gcnzc.system.arguments import check_choice, check_flag, check_integer
 
 ACTIVATIONS = ("relu", "elu")

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gcnzc.models.checks import check_probability
-from gcnzc.models.stack import Model
+from gcnzc.models.stack import Model, check_probability
 from gcnzc.sampling.batch import Block
 
 # pairs scored at once without gradients: two rows of 256 float32 for each take 128 MB

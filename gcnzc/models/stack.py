@@ -1,17 +1,54 @@
 """A stack of message-passing layers with normalization, residuals and projections."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from gcnzc.kernels.aggregate.dropout import dropout
 from gcnzc.models.autocast import compute_dtype, normalize
-from gcnzc.models.checks import check_compatible, check_probability
-from gcnzc.models.initialization import INITS, initialize
-from gcnzc.models.layers import Layer, random_seed
+from gcnzc.models.layers import GATLayer, GATv2Layer, Layer, SAGELayer, random_seed
 from gcnzc.sampling.batch import Block
-from gcnzc.system.arguments import check_choice, check_flag, check_integer
+from gcnzc.system.arguments import check_choice, check_flag, check_integer, check_number
+
+
+def check_compatible(
+    *,
+    norm: str,
+    pre_norm: bool,
+    pre_activation: bool,
+    input_linear: bool,
+    output_linear: bool,
+    jumping: str,
+) -> None:
+    """Raise a ValueError if an option has no effect or is not possible with the others."""
+    if pre_norm and norm == "none":
+        raise ValueError(
+            "pre_norm has no effect with norm none\n\nhint: also pass norm='batch' or norm='layer'"
+        )
+    if pre_norm and pre_activation:
+        raise ValueError(
+            "pre_activation includes pre_norm\n\nhint: pass one of them; norm chooses the "
+            "normalization"
+        )
+    if pre_activation and not (input_linear and output_linear):
+        raise ValueError(
+            "pre_activation needs input_linear and output_linear: activation comes before each "
+            "layer, and would change the features\n\n"
+            "hint: also pass input_linear=True and output_linear=True"
+        )
+    if jumping != "none" and not output_linear:
+        raise ValueError(
+            f"jumping {jumping} needs output_linear: the outputs of hidden layers do not have as "
+            "many columns as the logits\n\nhint: also pass output_linear=True"
+        )
+
+
+def check_probability(name: str, p: float) -> float:
+    """Return a dropout probability, which must be in [0, 1)."""
+    return check_number(name, p, lambda value: 0 <= value < 1, "use a probability in [0, 1)")
+
 
 NORMS = ("none", "batch", "layer")
 JUMPING = ("none", "sum", "cat")
@@ -271,3 +308,57 @@ def check_columns(model: Model, num_columns: int) -> None:
             f"the features have {num_columns} columns, but the model expects {expected}\n\n"
             "hint: create the model with in_features equal to the columns of the features"
         )
+
+
+# The layers of `gcnzc.models.layers` reset their parameters as PyG's do. Their distributions in
+# DGL, with the gain g = sqrt(2) of ReLU:
+#
+# - `SAGEConv`: both weights Xavier uniform with gain g, the bias as in `torch.nn.Linear`;
+# - `GraphConv`: as in PyG: the weight Xavier uniform, the bias 0;
+# - `GATConv`, `GATv2Conv`: all weights, attention vectors and the projection of the skip connection
+#   Xavier normal with gain g, all biases 0;
+# - `GINConv`: it has no weights of its own, and the two linear layers of its MLP are as in torch.
+#
+# Linear projections of residual connections, of the features and of the outputs are
+# `torch.nn.Linear`, and are initialized as such with both libraries.
+INITS = ("pyg", "dgl")
+
+
+def initialize(layers: Iterable[nn.Module], init: str) -> None:
+    """Initialize layers in place, with random numbers from torch's default generator.
+
+    Args:
+        layers: layers whose parameters were reset.
+        init: "pyg" keeps the parameters; "dgl" draws those whose distribution differs in DGL.
+    """
+    if init == "pyg":
+        return
+    gain = nn.init.calculate_gain("relu")
+    for layer in layers:
+        if isinstance(layer, SAGELayer):
+            nn.init.xavier_uniform_(layer.neighbours.weight, gain)
+            nn.init.xavier_uniform_(layer.own.weight, gain)
+        elif isinstance(layer, GATLayer):
+            nn.init.xavier_normal_(layer.weight.view(-1, layer.in_features), gain)
+            _attention_normal_(layer.source_attention, gain)
+            _attention_normal_(layer.target_attention, gain)
+            _reset_skip(layer.skip, gain)
+        elif isinstance(layer, GATv2Layer):
+            for linear in (layer.source, layer.target):
+                nn.init.xavier_normal_(linear.weight, gain)
+                if linear.bias is not None:
+                    nn.init.zeros_(linear.bias)
+            _attention_normal_(layer.attention, gain)
+            _reset_skip(layer.skip, gain)
+
+
+def _attention_normal_(attention_HF: Tensor, gain: float) -> None:
+    # DGL's attention vectors have the shape (1, H, F), whose fans are F and H * F
+    heads, columns = attention_HF.shape
+    nn.init.normal_(attention_HF, std=gain * math.sqrt(2 / (columns + heads * columns)))
+
+
+def _reset_skip(skip: nn.Linear | None, gain: float) -> None:
+    if skip is not None:
+        nn.init.xavier_normal_(skip.weight, gain)
+        nn.init.zeros_(skip.bias)

@@ -1,10 +1,11 @@
 """Neighbor sampling: minibatches of blocks for seed nodes and seed edges."""
 
 from gcnzc.sampling.batch import Batch, Block
-from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
-from gcnzc.sampling.hetero_block import (
+from gcnzc.sampling.hetero import (
+    HeteroBatch,
     HeteroBlock,
     HeteroMetadata,
+    HeteroSampler,
     build_full_hetero_blocks,
     build_hetero_blocks,
 )

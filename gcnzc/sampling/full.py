@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.graph.graph import Graph
-from gcnzc.kernels.structure.renumber import mark_sources, select_columns
+from gcnzc.kernels.structure.csc import mark_sources, select_columns
 from gcnzc.sampling.batch import Block
 
 

@@ -5,8 +5,7 @@ from typing import Any
 from gcnzc.graph.dataset import Dataset
 from gcnzc.models import gnn
 from gcnzc.models.stack import Model
-from gcnzc.sampling.neighbor import Sampler
-from gcnzc.sampling.protocol import SamplerProtocol
+from gcnzc.sampling.neighbor import Sampler, SamplerProtocol
 from gcnzc.train.model_options import ModelOptions
 from gcnzc.train.option_groups import LoaderOptions
 

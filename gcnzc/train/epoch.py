@@ -11,7 +11,7 @@ from typing import Any, cast
 from gcnzc.exchange import run
 from gcnzc.exchange.sync import synchronize_buffers
 from gcnzc.features.cache import CachedTable
-from gcnzc.loader.batches import Batches
+from gcnzc.loader.base import Batches
 from gcnzc.optim import Strategy
 from gcnzc.sampling.batch import Batch
 from gcnzc.sampling.hetero import HeteroBatch

@@ -4,17 +4,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gcnzc.datasets import hetero_store
-from gcnzc.datasets.meta import read_meta
-from gcnzc.datasets.store import is_prepared
+from gcnzc.datasets.store import HETERO_VERSION, VERSION, is_hetero, is_prepared, read_meta
 
 
 def describe_files(graph: Path) -> dict[str, list[Any]]:
     """Return shape, dtype and CRC-32 of the arrays of a prepared folder; nothing for other data."""
     if not is_prepared(graph):
         return {}
-    read = hetero_store.read_meta if hetero_store.is_hetero(graph) else read_meta
-    files = read(graph)["files"].items()
+    version = HETERO_VERSION if is_hetero(graph) else VERSION
+    files = read_meta(graph, version)["files"].items()
     return {
         name: [entry["shape"], entry["dtype"], entry["crc32"]]
         for name, entry in files

@@ -17,7 +17,7 @@ import tyro
 
 from gcnzc._files import check_regular
 from gcnzc.compress import compression
-from gcnzc.datasets.meta import FORMAT
+from gcnzc.datasets.store import FORMAT
 
 C = TypeVar("C")
 

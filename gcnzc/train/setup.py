@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc.datasets.label_notes import describe_gap, describe_missing
+from gcnzc.datasets.source import describe_gap, describe_missing
 from gcnzc.exchange import Algorithm, Group, run
 from gcnzc.exchange.sync import all_gather_scalar, all_gather_text
 from gcnzc.features.access_counts import Presample

@@ -32,8 +32,8 @@ from gcnzc.features.pinning import can_read_host, pinned
 from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.gather.gpu import VECTORS, WARPS, KernelConfig
 from gcnzc.kernels.gpu_launch import DEFAULT_PROGRAMS
+from gcnzc.loader.checks import default_threads
 from gcnzc.loader.presampling import presample
-from gcnzc.loader.threads import default_threads
 from gcnzc.tune import pcie_bench, profiles
 from gcnzc.tune.machine import Bench, Case, LoaderSettings, Machine
 from gcnzc.tune.profiles import Setting, TuningProfile

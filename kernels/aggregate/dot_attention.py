@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gcnzc.kernels.aggregate import check_block, check_device, sum_dtype
+from gcnzc.kernels.aggregate import check_block, sum_dtype
 from gcnzc.kernels.aggregate.edge_softmax import edge_softmax_backward, edge_softmax_forward
 from gcnzc.kernels.aggregate.weighted import (
     sddmm_numba,
@@ -127,25 +127,9 @@ def dot_attention(
         for a column without edges.
 
     Raises:
-        ValueError: a shape, dtype or device does not match.
+        ValueError: the block and the keys do not match.
     """
-    name = "dot_attention"
-    check_block(name, indptr, indices, keys)
-    check_device(name, "group_indptr", group_indptr, keys.device)
-    expected = (len(indptr) - 1, *keys.shape[1:])
-    for what, rows, is_right in (
-        ("keys", keys, keys.dim() == 3),
-        ("queries", queries, queries.shape == expected),
-        ("values", values, values.dim() == 3 and values.shape[:2] == keys.shape[:2]),
-    ):
-        check_device(name, what, rows, keys.device)
-        if not is_right or rows.dtype != keys.dtype:
-            raise ValueError(
-                f"{name}: {what} has shape {tuple(rows.shape)} and dtype {rows.dtype}; keys has "
-                f"shape {tuple(keys.shape)} and dtype {keys.dtype}, and there are "
-                f"{len(indptr) - 1} columns\n\nhint: keys and values (S, heads, columns), queries "
-                "(C, heads, columns), of one dtype"
-            )
+    check_block("dot_attention", indptr, indices, keys)
     # always int64, so that kernels are not compiled a second time for int32
     indptr, group_indptr = indptr.long(), group_indptr.long()
     scores = _EdgeScores.apply(indptr, indices, keys, queries)

@@ -32,7 +32,6 @@ from torch.autograd.function import once_differentiable
 from gcnzc.kernels.aggregate import (
     GRAIN_SIZE,
     check_block,
-    check_device,
     empty_rows,
     first_target,
     prefetch_distance,
@@ -470,25 +469,10 @@ def gatv2_aggregate(
         (T, H, F) with the dtype of `x`; zeros for a target without edges.
 
     Raises:
-        ValueError: a shape, dtype or device does not match; on the CPU, an element of
-            `self_index` is outside [0, S); or `dropout` is outside [0, 1), or rounds to 1.
+        ValueError: the block and the rows do not match; on the CPU, an element of `self_index` is
+            outside [0, S); or `dropout` is outside [0, 1), or rounds to 1.
     """
     check_block("gatv2_aggregate", indptr, indices, x)
-    if x.dim() != 3:
-        raise ValueError(
-            f"gatv2_aggregate: x has shape {tuple(x.shape)}; it must be (sources, heads, columns)"
-        )
-    for name, rows, shape, dtypes in (
-        ("y", y, (len(indptr) - 1, *x.shape[1:]), (x.dtype,)),
-        # under autocast, a parameter is float32
-        ("a", a, tuple(x.shape[1:]), (x.dtype, sum_dtype(x)[0])),
-    ):
-        if rows.shape != shape or rows.dtype not in dtypes:
-            raise ValueError(
-                f"gatv2_aggregate: {name} has shape {tuple(rows.shape)} and dtype {rows.dtype}, "
-                f"not {shape} and {x.dtype}"
-            )
-        check_device("gatv2_aggregate", name, rows, x.device)
     if self_loops:
         indptr, indices = checked_self_loops("gatv2_aggregate", indptr, indices, x, self_index)
     # indptr is always int64, so that kernels are not compiled a second time for int32

@@ -56,7 +56,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gcnzc.kernels.codec.block_layout import PART_MULTIPLE, BlockLayout
+from gcnzc.kernels.codec.block_layout import BlockLayout
 from gcnzc.kernels.codec.blocks_cpu import (
     decode_blocks_numba,
     encode_blocks_numba,
@@ -75,47 +75,7 @@ from gcnzc.kernels.codec.blocks_reference import (
     mean_of_blocks_reference,
     update_error_blocks_reference,
 )
-from gcnzc.kernels.codec.number_formats import BITS, NUMBER_FORMATS, SeedAndStep
-from gcnzc.kernels.philox import split_key
-
-
-def _check_arguments(
-    number_format: str,
-    layout: BlockLayout,
-    rows: Tensor,
-    num_rows: int,
-    *vectors: Tensor | None,
-) -> None:
-    """Check that the format, layout, rows and vectors match.
-
-    Raises:
-        ValueError: they do not.
-    """
-    if number_format not in NUMBER_FORMATS or layout.bits != BITS[number_format]:
-        raise ValueError(
-            f"the number format {number_format!r} does not have codes of {layout.bits} bits\n\n"
-            "hint: use one of " + ", ".join(f"{name} ({bits} bits)" for name, bits in BITS.items())
-        )
-    is_wide_enough = rows.dim() == 2 and len(rows) == num_rows and rows.shape[1] >= layout.row_bytes
-    if (
-        not is_wide_enough
-        or rows.dtype != torch.uint8
-        or (layout.row_bytes and (rows.stride(1) != 1 or rows.stride(0) % 4 or rows.data_ptr() % 4))
-    ):
-        raise ValueError(
-            f"{rows.dtype} {tuple(rows.shape)} with strides {rows.stride()} cannot be the rows of "
-            f"{num_rows} parts\n\nhint: pass uint8 rows of at least {layout.row_bytes} bytes, each "
-            "aligned to 4 bytes"
-        )
-    for vector in vectors:
-        if vector is not None and (
-            vector.shape != (layout.num_elements,) or vector.device != rows.device
-        ):
-            raise ValueError(
-                f"a vector of shape {tuple(vector.shape)} on {vector.device} does not match a "
-                f"layout of {layout.num_elements} elements and rows on {rows.device}\n\n"
-                "hint: pass vectors with the layout's number of elements, on the device of the rows"
-            )
+from gcnzc.kernels.codec.number_formats import SeedAndStep
 
 
 def _choose_kernel(
@@ -155,20 +115,7 @@ def encode_blocks(
         seed_and_step: for stochastic rounding, a 64-bit seed and a step in [0, 2**63); None rounds
             to nearest.
         offset: a multiple of 32, added to the index of an element in the random stream.
-
-    Raises:
-        ValueError: arguments do not match, or the seed, step or offset is out of range.
     """
-    _check_arguments(number_format, layout, rows, layout.num_parts, values, error, active)
-    if seed_and_step is not None:
-        split_key(seed_and_step[0])
-        step = seed_and_step[1]
-        if not 0 <= step < 2**63 or offset < 0 or offset % PART_MULTIPLE:
-            raise ValueError(
-                f"no random numbers for step {step} and offset {offset}\n\n"
-                f"hint: use a step of 0 to 2**63 - 1, and an offset that is a multiple of "
-                f"{PART_MULTIPLE}"
-            )
     if layout.part_elements:
         kernels = (encode_blocks_reference, encode_blocks_numba, encode_blocks_triton)
         encode = _choose_kernel(kernels, values, error, active)
@@ -192,11 +139,7 @@ def update_error_blocks(
         layout: of the vector.
         rows: (W, stride) uint8, as written by `encode_blocks`.
         number_format: of the codes.
-
-    Raises:
-        ValueError: arguments do not match.
     """
-    _check_arguments(number_format, layout, rows, layout.num_parts, values, error, active)
     if layout.num_elements:
         kernels = (
             update_error_blocks_reference,
@@ -215,16 +158,7 @@ def mean_of_blocks(rows: Tensor, layout: BlockLayout, out: Tensor, number_format
         layout: of the part, see `BlockLayout.part_layout`.
         out: (m,) floating point, written: the sum times 1 / W, both rounded to float32.
         number_format: of the codes.
-
-    Raises:
-        ValueError: arguments do not match, or the layout has several parts.
     """
-    if layout.num_parts != 1 or len(rows) == 0:
-        raise ValueError(
-            f"{len(rows)} rows of a layout of {layout.num_parts} parts have no mean\n\n"
-            "hint: pass the rows of one part, from at least one rank, and layout.part_layout(part)"
-        )
-    _check_arguments(number_format, layout, rows, len(rows), out)
     if layout.num_elements:
         kernels = (mean_of_blocks_reference, mean_of_blocks_numba, mean_of_blocks_triton)
         _choose_kernel(kernels, out)(rows, layout, out, number_format)
@@ -242,11 +176,7 @@ def decode_blocks(
             active if None.
         out: (n,) floating point, written.
         number_format: of the codes.
-
-    Raises:
-        ValueError: arguments do not match.
     """
-    _check_arguments(number_format, layout, rows, layout.num_parts, active, out)
     if layout.num_elements:
         kernels = (decode_blocks_reference, decode_blocks_numba, decode_blocks_triton)
         _choose_kernel(kernels, out, active)(rows, layout, active, out, number_format)

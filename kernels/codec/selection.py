@@ -179,7 +179,6 @@ def select_largest(
         smallest selected magnitude of each segment, or 0 where k is 0; both on the device of
         `values`. On the CPU, of several equal magnitudes those of the lowest indices are selected.
     """
-    _check(values, segments)
     if values.device.type != "cpu":
         return select_largest_reference(values, segments)
     bits = _to_bits(values)
@@ -226,7 +225,6 @@ def count_above(
     Returns:
         (S,), on the host.
     """
-    _check(values, segments)
     if values.device.type != "cpu":
         is_above = _mark_above(values, segments, limits)
         sums = torch.cat([is_above.new_zeros(1, dtype=torch.int64), is_above.cumsum(0)])
@@ -258,7 +256,6 @@ def select_above(
     Returns:
         Their indices (K,) int64, in ascending order, on the device of `values`.
     """
-    _check(values, segments)
     if values.device.type != "cpu":
         return select_above_reference(values, segments, limits)
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -304,11 +301,3 @@ def _runs(segments: Segments) -> list[tuple[int, int, int, int]]:
 def _grain(segments: Segments) -> int:
     """Return the fewest segments for a thread."""
     return max(1, GRAIN_ELEMENTS * len(segments) // max(1, int(segments.bounds[-1])))
-
-
-def _check(values: Tensor, segments: Segments) -> None:
-    if values.shape != (int(segments.bounds[-1]),):
-        raise ValueError(
-            f"a vector of shape {tuple(values.shape)} does not match segments of "
-            f"{segments.bounds[-1]} elements\n\nhint: pass the segments of this vector"
-        )

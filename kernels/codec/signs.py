@@ -24,7 +24,6 @@ from gcnzc.kernels.codec import signs_gpu
 from gcnzc.kernels.codec.block_layout import BlockLayout
 from gcnzc.kernels.codec.signs_cpu import decode_numba, encode_numba, mean_numba, update_error_numba
 from gcnzc.kernels.codec.signs_reference import (
-    SCALES,
     Scale,
     decode_signs_reference,
     encode_signs_reference,
@@ -57,13 +56,7 @@ def encode_signs(
             and only if all its elements are.
         threads: number of threads on the CPU, which does not change the result;
             `torch.get_num_threads()` if None.
-
-    Raises:
-        ValueError: a shape, dtype or device does not match, or the scale is unknown.
     """
-    if scale not in SCALES:
-        raise ValueError(f"no scale {scale!r}\n\nhint: use one of {', '.join(SCALES)}")
-    _check_arguments(layout, rows, layout.num_parts, values, error, active)
     if layout.row_bytes == 0:
         return
     if values.dtype != torch.float32:
@@ -93,11 +86,7 @@ def update_error_signs(
         layout: of the vector, with 1-bit codes.
         rows: (W, stride) uint8, as written by `encode_signs`.
         threads: see `encode_signs`.
-
-    Raises:
-        ValueError: a shape, dtype or device does not match.
     """
-    _check_arguments(layout, rows, layout.num_parts, values, error, active)
     if layout.num_elements == 0:
         return
     if values.dtype != torch.float32:
@@ -118,16 +107,7 @@ def mean_of_signs(
         layout: of the part, see `BlockLayout.part_layout`.
         out: (layout.num_elements,) floating point, contiguous, written.
         threads: see `encode_signs`.
-
-    Raises:
-        ValueError: a shape, dtype or device does not match, or the layout has several parts.
     """
-    _check_arguments(layout, rows, len(rows), out)
-    if layout.num_parts != 1:
-        raise ValueError(
-            f"a layout of {layout.num_parts} parts for the mean of one\n\n"
-            "hint: pass layout.part_layout(part)"
-        )
     if layout.num_elements == 0:
         return
     if out.dtype != torch.float32:
@@ -154,11 +134,7 @@ def decode_signs(
         active: (n,) bool, contiguous; all elements are active if None.
         out: (n,) floating point, contiguous, written.
         threads: see `encode_signs`.
-
-    Raises:
-        ValueError: a shape, dtype or device does not match.
     """
-    _check_arguments(layout, rows, layout.num_parts, out, active=active)
     if layout.num_elements == 0:
         return
     if out.dtype != torch.float32:
@@ -167,53 +143,3 @@ def decode_signs(
         signs_gpu.decode(rows, layout, active, out)
     else:
         decode_numba(rows, layout, active, out, threads)
-
-
-def _check_arguments(
-    layout: BlockLayout,
-    rows: Tensor,
-    num_rows: int,
-    vector: Tensor,
-    error: Tensor | None = None,
-    active: Tensor | None = None,
-) -> None:
-    if layout.bits != 1:
-        raise ValueError(
-            f"signs have 1 bit, not {layout.bits}\n\nhint: pass BlockLayout(..., bits=1, ...)"
-        )
-    dtypes = vector.dtype, vector.dtype, torch.bool
-    for given, dtype in zip((vector, error, active), dtypes, strict=True):
-        if given is not None and (
-            given.shape != (layout.num_elements,)
-            or given.dtype != dtype
-            or given.device != rows.device
-            or not given.is_contiguous()
-        ):
-            raise ValueError(
-                f"a {given.dtype} vector of shape {tuple(given.shape)} and strides "
-                f"{given.stride()} on {given.device}; it must have {layout.num_elements} elements "
-                f"of {dtype} on {rows.device}, where the rows are\n\n"
-                "hint: pass contiguous vectors; errors have the dtype of the values"
-            )
-    if (
-        rows.dtype != torch.uint8
-        or rows.ndim != 2
-        or len(rows) != num_rows
-        or rows.shape[1] < layout.row_bytes
-        or num_rows == 0
-    ):
-        raise ValueError(
-            f"rows are {tuple(rows.shape)} {rows.dtype}, and must be {num_rows or 'one or more'} "
-            f"rows of at least {layout.row_bytes} bytes\n\n"
-            "hint: torch.empty(layout.num_parts, layout.row_bytes, dtype=torch.uint8) makes them"
-        )
-    if layout.row_bytes and (
-        rows.stride(1) != 1
-        or rows.stride(0) < layout.row_bytes
-        or rows.stride(0) % 4
-        or rows.data_ptr() % 4
-    ):
-        raise ValueError(
-            f"rows of {layout.row_bytes} bytes have strides {rows.stride()} and begin at "
-            f"{rows.data_ptr():#x}\n\nhint: each row must be contiguous and aligned to 4 bytes"
-        )

@@ -24,11 +24,13 @@ from gcnzc.kernels.sample.hetero_choice import (
     sample_weighted,
     take_all,
 )
-from gcnzc.kernels.sample.hetero_columns import GROUP, find_columns_of, num_sampled
-from gcnzc.kernels.sample.hetero_exclude import (
+from gcnzc.kernels.sample.hetero_columns import (
+    GROUP,
     copy_remaining,
+    find_columns_of,
     num_before,
     num_remaining,
+    num_sampled,
     remaining_position,
 )
 from gcnzc.kernels.sample.hetero_layout import (

@@ -15,7 +15,7 @@ from numba import carray, int64, njit, uint64  # type: ignore[attr-defined]
 from gcnzc.kernels.memory import pointer
 
 # columns of the table of edge types: addresses (0 for an array that is absent), sizes and types;
-# EXCLUDED has the positions of excluded edges, see `gcnzc.kernels.sample.hetero_exclude`
+# EXCLUDED has the positions of excluded edges, see `gcnzc.kernels.sample.hetero_columns`
 (
     INDPTR,
     INDICES,

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy.spatial.distance import cdist
 
-from gcnzc.datasets.digits import digits
+from gcnzc.datasets.generate import digits
 from gcnzc.datasets.rows import allocate_in_memory
 
 

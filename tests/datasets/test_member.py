@@ -43,7 +43,9 @@ def test_rows_and_arrays_equal_those_of_numpy(
 def test_edges_are_read_and_checked(tmp_path: Path, order: Any, dtype: Any, num_edges: int) -> None:
     edges = np.random.default_rng(0).integers(200, size=(2, num_edges)).astype(dtype, order=order)
     archive = save(tmp_path / "a.npz", True, edge_index=edges)
-    sources, destinations = archive.member("edge_index").edges(200, allocate_in_memory, no_progress)
+    sources, destinations = archive.member("edge_index").edges(
+        (200, 200), allocate_in_memory, no_progress
+    )
     assert sources.dtype == np.int32
     assert (sources == edges[0]).all()
     assert (destinations == edges[1]).all()
@@ -59,7 +61,7 @@ def test_an_edge_to_an_unknown_node_is_reported(
     edges[row, 31] = node
     found = save(tmp_path / "a.npz", False, edge_index=edges).member("edge_index")
     with pytest.raises(ValueError, match=rf"edge 31 has the node {node}, but nodes are 0 to 199"):
-        found.edges(200, allocate_in_memory, no_progress)
+        found.edges((200, 200), allocate_in_memory, no_progress)
 
 
 def test_a_damaged_archive_is_reported(tmp_path: Path) -> None:

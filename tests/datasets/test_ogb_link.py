@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from bench.ogb_folders import write_links
 from gcnzc import load, prepare
 from gcnzc.datasets.ogb import OgbGraph
 from gcnzc.datasets.ogb_layout import is_link_layout
-from gcnzc.datasets.ogb_link import KNOWN, OgbLinkGraph, write
+from gcnzc.datasets.ogb_link import KNOWN, OgbLinkGraph
 from gcnzc.datasets.source import EdgeSplitArrays
 from gcnzc.graph.load import info
 
@@ -32,7 +33,7 @@ def parts(ranked: bool = False, metric: str = "hits@50") -> EdgeSplitArrays:
 
 def written(path: Path, links: EdgeSplitArrays, **how) -> Path:
     features = np.random.default_rng(1).random((40, 3)).astype(np.float32)
-    write(path, links.edges["train"], 40, links, **{"features": features, **how})
+    write_links(path, links.edges["train"], 40, links, **{"features": features, **how})
     return path
 
 

@@ -12,8 +12,8 @@ import torch
 
 import gcnzc
 from gcnzc.cli import main
-from gcnzc.datasets.meta import read_meta
 from gcnzc.datasets.names import NamesFolder, read_names
+from gcnzc.datasets.store import read_meta
 from gcnzc.graph.load import verify
 
 NODES = """\

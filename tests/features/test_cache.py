@@ -12,7 +12,7 @@ from fake_driver import FakePeers
 import gcnzc
 from bench.loading.feature_cache import count_accesses
 from gcnzc.datasets.generate import Shape, make
-from gcnzc.features import access_counts, cache, cache_counters, peer_memory
+from gcnzc.features import access_counts, cache, peer_memory
 from gcnzc.features.pinning import pinned
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
@@ -188,7 +188,7 @@ def test_a_cached_table_gathers_the_same_rows(share, dtype, small):
         assert counters.hit_rate == 1.0
     assert repr(mine) == f"CachedTable({table!r}, {mine.num_cached} cached rows, not copied)"
     mine.reset_counters()
-    assert mine.counters() == cache_counters.CacheCounters(0, 0, 6 * dtype.itemsize)
+    assert mine.counters() == cache.CacheCounters(0, 0, 6 * dtype.itemsize)
     assert mine.counters().hit_rate == 0.0
 
 
@@ -346,7 +346,7 @@ def test_a_sharded_cache_gathers_the_same_rows(dtype, gpus, small):
             hits += int(found.sum())
             peer_hits += int((found & ~torch.isin(ids, own)).sum())
     row_bytes = 6 * dtype.itemsize
-    assert mine.counters() == cache_counters.CacheCounters(asked, hits, row_bytes, peer_hits)
+    assert mine.counters() == cache.CacheCounters(asked, hits, row_bytes, peer_hits)
     assert mine.counters().own_hit_rate == (hits - peer_hits) / asked
     assert mine.counters().bytes_saved == hits * row_bytes
     assert repr(mine).endswith(
@@ -357,7 +357,7 @@ def test_a_sharded_cache_gathers_the_same_rows(dtype, gpus, small):
     assert mine.peer_hits(torch.tensor([0, graph.num_nodes])) == 0
     assert mine.counters().rows == asked
     mine.reset_counters()
-    assert mine.counters() == cache_counters.CacheCounters(0, 0, row_bytes)
+    assert mine.counters() == cache.CacheCounters(0, 0, row_bytes)
     assert mine.counters().own_hit_rate == 0.0
 
 
@@ -376,16 +376,14 @@ def test_gathers_on_several_gpus_read_the_copies(device, monkeypatch):
     counted = mine.peer_hits(ids)
     for number, first in enumerate(copies):
         other_copies = tuple(each for each in copies if each is not first)
-        again = replace(
-            mine, copies=first, other_copies=other_copies, _peer_tally=cache_counters.Tally()
-        )
+        again = replace(mine, copies=first, other_copies=other_copies, _peer_tally=cache.Tally())
         again.reset_counters()
         assert again.cache_nbytes == first.nbytes == cache.cache_bytes(table, 60, 3)
         assert torch.equal(again.gather(ids.to(device)).cpu(), before[ids])
         own = access_counts.rank_by_score(scores)[number:60:3]
         hits = int(torch.isin(ids, mine.cached_ids).sum())
         peer_hits = hits - int(torch.isin(ids, own).sum())
-        assert again.counters() == cache_counters.CacheCounters(500, hits, 120, peer_hits)
+        assert again.counters() == cache.CacheCounters(500, hits, 120, peer_hits)
         # by bits, and by slots
         assert number > 0 or peer_hits == counted
 
@@ -481,7 +479,7 @@ def test_a_cache_of_sparse_rows_counts_hits_on_the_host():
     dense = torch.randn(50, 8).relu()
     mine = gcnzc.cached(FeatureTable(dense.to_sparse_csr()), 0.5, torch.rand(50), device="cpu")
     assert torch.equal(mine.gather(torch.arange(50)), dense)
-    assert mine.counters() == cache_counters.CacheCounters(50, 25, 32)
+    assert mine.counters() == cache.CacheCounters(50, 25, 32)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from cooperative_threads import Lock
 from simulated_device import Factories, OnDevice
 from simulated_nccl import Watch, nccl_group, replaced
 
-from gcnzc.features import cache_counters
-from gcnzc.features.cache_counters import Tally
+from gcnzc.features import cache
+from gcnzc.features.cache import Tally
 
 NUM_SCHEDULES = 30
 
@@ -21,7 +21,7 @@ def count(seed, without=None):
         current = lambda _: SimpleNamespace(cuda_stream=id(device.current()))  # noqa: E731
         streams = [device.new() for _ in range(draw.randint(1, 3))]
         with replaced(
-            (cache_counters, "ForkSafeLock", Lock),
+            (cache, "ForkSafeLock", Lock),
             (torch.cuda, "current_stream", current),
             (torch.cuda, "synchronize", device.synchronize),
         ):

@@ -8,8 +8,8 @@ import torch
 from scipy import sparse
 
 import gcnzc
-from gcnzc.datasets.meta import read_meta
 from gcnzc.datasets.names import NamesFolder, read_names
+from gcnzc.datasets.store import read_meta
 from gcnzc.graph.load import verify
 from gcnzc.interop.dgl import import_dgl
 from gcnzc.interop.pyg.importing import import_pyg
@@ -196,13 +196,13 @@ def test_the_metric_can_be_chosen(tmp_path):
         ({"edges": np.ma.masked_greater(EDGES, 50)}, r"\d+ elements of edges are masked"),
         ({"edges": torch.eye(3).to_sparse()}, "edges is a tensor of torch.float32 and shape"),
         ({"features": torch.ones(N, 2).to(torch.float8_e5m2)}, "features is a tensor of .*float8"),
-        ({"splits": [[1, 2], [3]]}, "splits is .* which cannot be converted to a NumPy array"),
+        ({"splits": [[1, 2], [3]]}, r"splits is (.|\n)*hint: a tensor or an array"),
         ({"feature_dtype": "int32"}, "feature_dtype is 'int32'"),
         ({"scales": "rows"}, "scales is 'rows'"),
     ],
 )
 def test_arguments_of_inconsistent_shapes_are_rejected(changed, message, tmp_path):
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
         gcnzc.prepare(tmp_path / "data", **{**GIVEN, "edges": EDGES, **changed})
     assert "\n\nhint: " in str(caught.value)
     assert not (tmp_path / "data").exists()

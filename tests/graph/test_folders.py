@@ -11,9 +11,7 @@ import pytest
 import torch
 from tiny_graph import Tiny, tiny
 
-from gcnzc.datasets import array_files, store
-from gcnzc.datasets.meta import checksum_of
-from gcnzc.datasets.meta_rules import HEADER_BYTES
+from gcnzc.datasets import store
 from gcnzc.datasets.rows import allocate_in_memory
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
@@ -25,7 +23,7 @@ from gcnzc.sampling.link import LinkSampler
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
     """As if it had been written so; the checksum is right."""
-    whole = meta | {"crc32": checksum_of(meta)}
+    whole = meta | {"crc32": store.checksum_of(meta)}
     (folder / "meta.json").write_text(json.dumps(whole))
 
 
@@ -124,10 +122,10 @@ def map_flags(file: Path) -> list[str]:
 
 def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
     # the kernel compares a private mapping with memory and swap together
-    num_bytes = HEADER_BYTES + (8 << 40)
+    num_bytes = store.HEADER_BYTES + (8 << 40)
     with (tmp_path / "x").open("w+b") as file:
         file.truncate(num_bytes)
-        mapped = array_files._map_file(file.fileno(), num_bytes, read_only=False)
+        mapped = store._map_file(file.fileno(), num_bytes, read_only=False)
         assert mapped[num_bytes - 1] == 0
         assert set(map_flags(tmp_path / "x")) == {"rw-p"}
 
@@ -623,36 +621,6 @@ def test_a_damaged_prepared_folder_is_reported_by_name(tmp_path: Path) -> None:
         verify(tmp_path / "a")
 
 
-@pytest.mark.parametrize(
-    ("place", "value", "words"),
-    [
-        ("num_nodes", 41, "indptr.npy has shape"),
-        ("num_classes", 2, "has the label 2, but classes are 0 to 1"),
-        ("num_tasks", 0, "num_tasks is 0"),
-        ("best_accuracy", 7, "best_accuracy is 7, not a number from 0 to 1"),
-        ("features.columns", 6, "columns is 6, not at most 5"),
-        ("split.train", 21, "split/train.npy has shape"),
-        ("files.indices.npy.bytes", 2**40, "bytes is 1099511627776, not 4896"),
-    ],
-)
-def test_meta_json_with_a_wrong_value_is_not_opened(
-    tmp_path: Path, place: str, value: Any, words: str
-) -> None:
-    prepare(tiny().write(tmp_path / "raw"), tmp_path / "a")
-    meta = json.loads((tmp_path / "a/meta.json").read_text())
-    first, *rest = place.split(".", 1)
-    if first == "files":
-        name, key = rest[0].rsplit(".", 1)
-        meta["files"][name][key] = value
-    elif rest:
-        meta[first][rest[0]] = value
-    else:
-        meta[first] = value
-    write_meta(tmp_path / "a", meta)
-    with pytest.raises(ValueError, match=words.replace("|O", r"\|O") + "(.|\n)*\n\nhint: "):
-        load(tmp_path / "a")
-
-
 def put(path: Path, place: int, number: int, dtype: type = np.int64) -> None:
     """Write a number into the data of a prepared folder's file."""
     data = bytearray(path.read_bytes())
@@ -737,7 +705,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from gcnzc import load, prepare
-from gcnzc.datasets import ogb
+from bench.ogb_folders import write_nodes
 from gcnzc.datasets.rows import Rows
 
 here, megabytes, form = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -766,9 +734,9 @@ def watched(work):
 
 # what any graph takes: compiled kernels, a parser's buffers
 def write(path, features, nodes):
-    ogb.write(path, np.arange(20).reshape(2, 10), np.arange(nodes) % 3,
-              {"train": np.array([0]), "valid": np.array([1]), "test": np.array([2])},
-              features=features, binary=form != "csv")
+    write_nodes(path, np.arange(20).reshape(2, 10), np.arange(nodes) % 3,
+                {"train": np.array([0]), "valid": np.array([1]), "test": np.array([2])},
+                features=features, binary=form != "csv")
 write(here / "small", np.zeros((20, 4), np.float32), 20)
 prepare(here / "small", here / "small-prepared")
 table = Rows(rows, columns, np.dtype(np.float32), chunks, "made")

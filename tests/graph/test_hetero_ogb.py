@@ -225,7 +225,6 @@ def assert_read(read, given):
         assert (read[f"{part}:paper"] == ids).all()
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("form", ["csv", "binary"])
 def test_ogb_reads_what_is_written(theirs, form):
     given = drawn(1)
@@ -243,7 +242,6 @@ def test_ogb_reads_what_is_written(theirs, form):
             assert (read[f"edge_feat_dict:{cites}"] == given["edge_features"]).all()
 
 
-@pytest.mark.processes
 def test_files_like_those_of_ogbn_mag_are_read_as_ogb_reads_them(theirs):
     given = drawn(2)
     graph = HeteroGraph.from_ogb(theirs / "mag")
@@ -263,7 +261,6 @@ def test_files_like_those_of_ogbn_mag_are_read_as_ogb_reads_them(theirs):
     assert OgbHetero(theirs / "mag").num_classes is None
 
 
-@pytest.mark.processes
 def test_what_ogb_writes_is_read(theirs):
     given = drawn(3)
     path = theirs / "submission_ogbn_theirs/theirs"
@@ -379,13 +376,13 @@ EDGES = "raw/relations/paper___cites___paper/edge"
     ("file", "text", "words"),
     [
         ("raw/num-node-dict", "author,paper\n7,30\n8,31\n", r"has the numbers \[7, 8\]"),
-        ("raw/num-node-dict", "author,paper\n7,29\n", r"has the node 29|29 nodes|has 30 labels"),
+        ("raw/num-node-dict", "author,paper\n7,29\n", r"has the node 29|29 nodes"),
         ("raw/triplet-type-list", "paper,cites\n", "has 2 columns, not 3"),
         ("raw/triplet-type-list", "paper,cites,book\n", "no file|'book'"),
-        (EDGES, "0,1\n", "has 1 edges of type .*'cites'.* stored number of edges is 50"),
-        (EDGES, "0,30\n" * 50, "'cites'.* edge 0 has the node 30, but nodes are 0 to 29"),
+        (EDGES, "0,1\n", "has 1 edges, but the stored number of edges is 50"),
+        (EDGES, "0,30\n" * 50, "cites.* edge 0 has the node 30, but nodes are 0 to 29"),
         ("raw/nodetype-has-label", "author,paper\nFalse,7\n", "has 2 lines"),
-        ("raw/node-label/paper/node-label", "1\n" * 29, "29 labels for 30 nodes"),
+        ("raw/node-label/paper/node-label", "1\n" * 29, r"shape \(29, 1\) for 30 nodes"),
         ("raw/node-feat/paper/node-feat", "1,2\n" * 29, "29 rows of features for 30"),
         ("raw/node-feat/paper/node-feat", "1,nan\n" * 30, "nan in row 0, column 1"),
         ("split/random/paper/valid", "30\n", "contains node 30, but nodes are 0 to 29"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gcnzc import Graph, Loader
-from gcnzc.interop.epoch_per_iteration import EpochPerIteration
+from gcnzc.interop.lightning import Feed
 
 
 @pytest.fixture
@@ -27,54 +27,54 @@ def take(iterator, count):
 
 @pytest.mark.parametrize("counts", [(4, 4), (1, 3, 2), (2, 4, 1), (4, 1, 4)])
 def test_each_iteration_is_another_epoch(loader, epochs, counts):
-    epoch_per_iteration = EpochPerIteration(loader)
+    feed = Feed(loader, advances=True)
     for epoch, count in enumerate(counts):
-        assert take(epoch_per_iteration.begin(), count) == epochs[epoch][:count]
+        assert take(iter(feed), count) == epochs[epoch][:count]
 
 
 def test_an_iteration_after_the_last_batch_is_the_next_epoch(loader, epochs):
-    epoch_per_iteration = EpochPerIteration(loader)
+    feed = Feed(loader, advances=True)
     for epoch in range(3):
-        assert [batch.nodes.tolist() for batch in epoch_per_iteration.begin()] == epochs[epoch]
+        assert [batch.nodes.tolist() for batch in iter(feed)] == epochs[epoch]
 
 
 def test_an_iteration_without_batches_does_not_count(loader, epochs):
-    epoch_per_iteration = EpochPerIteration(loader)
-    epoch_per_iteration.begin()
-    assert take(epoch_per_iteration.begin(), 2) == epochs[0][:2]
-    epoch_per_iteration.begin()
-    epoch_per_iteration.begin()
-    assert take(epoch_per_iteration.begin(), 4) == epochs[1]
+    feed = Feed(loader, advances=True)
+    iter(feed)
+    assert take(iter(feed), 2) == epochs[0][:2]
+    iter(feed)
+    iter(feed)
+    assert take(iter(feed), 4) == epochs[1]
 
 
 @pytest.mark.parametrize("taken", [1, 4])
 def test_set_epoch_determines_the_next_iteration(loader, epochs, taken):
-    epoch_per_iteration = EpochPerIteration(loader)
+    feed = Feed(loader, advances=True)
     for epoch in (0, 0, 2, 0, 1):
-        epoch_per_iteration.set_epoch(epoch)
-        assert take(epoch_per_iteration.begin(), taken) == epochs[epoch][:taken]
-    assert take(epoch_per_iteration.begin(), taken) == epochs[2][:taken]
+        feed.set_epoch(epoch)
+        assert take(iter(feed), taken) == epochs[epoch][:taken]
+    assert take(iter(feed), taken) == epochs[2][:taken]
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3, 4])
 @pytest.mark.parametrize("tries", [1, 2])
 def test_a_loaded_state_is_resumed(loader, epochs, taken, tries):
-    epoch_per_iteration = EpochPerIteration(loader)
-    take(epoch_per_iteration.begin(), 4)
-    take(epoch_per_iteration.begin(), taken)
+    feed = Feed(loader, advances=True)
+    take(iter(feed), 4)
+    take(iter(feed), taken)
     state = loader.state_dict()
-    other = EpochPerIteration(loader)
+    other = Feed(loader, advances=True)
     # whatever was done before
     other.set_epoch(3)
-    take(other.begin(), 2)
+    take(iter(other), 2)
     other.load_state_dict(state)
     rest = epochs[1][taken:]
     if taken < 4:
         # the epoch that it is in
         other.set_epoch(1)
         for _ in range(tries - 1):
-            other.begin()
-        assert take(other.begin(), len(rest)) == rest
+            iter(other)
+        assert take(iter(other), len(rest)) == rest
     for _ in range(tries - 1):
-        other.begin()
-    assert take(other.begin(), 4) == epochs[2]
+        iter(other)
+    assert take(iter(other), 4) == epochs[2]

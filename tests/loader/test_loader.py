@@ -275,6 +275,13 @@ def test_an_invalid_state_is_rejected(make):
         loader.load_state_dict(loader.state_dict() | {"epoch": -1})
 
 
+def test_a_state_without_a_setting_is_rejected(make):
+    state = make().state_dict()
+    del state["fanouts"]
+    with pytest.raises(ValueError, match="the state lacks fanouts\n\nhint: "):
+        make().load_state_dict(state)
+
+
 # threads
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gcnzc.models.head_projection import project_heads
+from gcnzc.models.layers import project_heads
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -88,7 +88,7 @@ while True:
 
 def test_a_process_killed_while_saving_leaves_a_whole_checkpoint(tmp_path):
     path = tmp_path / "c.pt"
-    for turn in range(2):
+    for turn in range(4):
         with subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(path)], stdout=subprocess.PIPE
         ) as process:

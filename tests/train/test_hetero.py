@@ -57,7 +57,7 @@ def test_damaged_files_of_a_run_and_its_graph_name_what_helps(config, folder, tm
         with pytest.raises(ValueError, match=r"meta\.json is not valid JSON"):
             function()
     meta.write_text(json.dumps({"format": "gcnzc-graph", "version": 4}))
-    with pytest.raises(ValueError, match=r"meta\.json has format version 4, .* reads 1, 2 and 3"):
+    with pytest.raises(ValueError, match=r"format version 4(?s:.*)hint: prepare the folder again"):
         predict(run)
     meta.unlink()
     with pytest.raises(FileNotFoundError, match=r"graph has folders of .*, but no meta\.json"):
@@ -138,6 +138,16 @@ def test_temporal_neighbours_and_sampled_evaluation(config, tmp_path):
         assert not said
         assert evaluate(EvaluateConfig(run=tmp_path / temporal), reporter)["evaluation"] == "needed"
         assert "with sampled neighbours; --evaluate sampled repeats that" in said[0]
+
+
+def test_neighbours_at_any_time_cause_a_warning(config, tmp_path):
+    for temporal, number in (("none", 1), ("uniform", 0)):
+        said = []
+        reporter = NullReporter()
+        reporter.say = said.append
+        own = replace(config, temporal=temporal, epochs=1)
+        train(own, tmp_path / temporal, reporter=reporter)
+        assert sum("--temporal uniform samples earlier ones" in text for text in said) == number
 
 
 @pytest.mark.parametrize(

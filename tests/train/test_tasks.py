@@ -11,9 +11,9 @@ import torch
 from slow_cases import mark_slow
 from training import Stopped, Stopping, assert_same_run, lines, saved
 
+from bench.ogb_folders import write_nodes
 from gcnzc import load, prepare
 from gcnzc.cli import main
-from gcnzc.datasets import ogb
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.edge_split import EdgeShares
@@ -69,8 +69,9 @@ def test_results_do_not_depend_on_the_number_of_threads(config, tmp_path):
     assert_same_run(tmp_path / "threads-1", tmp_path / "threads-3")
 
 
-def test_a_run_resumes_in_the_middle_of_an_epoch(config, tmp_path):
-    config = replace(config, decoder="mlp", epochs=3, checkpoint_every_s=0, negatives="in-batch")
+@pytest.mark.parametrize("decoder", ["dot", "mlp"])
+def test_a_run_resumes_in_the_middle_of_an_epoch(decoder, config, tmp_path):
+    config = replace(config, decoder=decoder, epochs=3, checkpoint_every_s=0, negatives="in-batch")
     train(config, tmp_path / "whole")
     with pytest.raises(Stopped):
         train(config, tmp_path / "cut", Stopping(2, 6))
@@ -122,7 +123,7 @@ def chance(tmp_path_factory) -> Path:
     random = np.random.default_rng(0)
     num_nodes, num_edges = 1000, 5000
     folder = tmp_path_factory.mktemp("chance")
-    ogb.write(
+    write_nodes(
         folder / "raw",
         random.integers(0, num_nodes, (2, num_edges)),
         random.integers(0, 2, num_nodes),

@@ -10,7 +10,7 @@ import tyro
 
 from gcnzc.cli.output import print_json
 from gcnzc.datasets import generate
-from gcnzc.datasets.label_notes import describe_missing
+from gcnzc.datasets.source import describe_missing
 from gcnzc.graph import load, prepare
 from gcnzc.graph.edge_split import EdgeShares
 from gcnzc.graph.graph import Graph

@@ -8,10 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.datasets import hetero_store, store
-from gcnzc.datasets.hetero_store import front_of
-from gcnzc.datasets.meta import HETERO_VERSION
-from gcnzc.datasets.meta_rules import HEADER_BYTES
+from gcnzc.datasets import store
 from gcnzc.datasets.names import FOLDER as NAMES_FOLDER
 from gcnzc.datasets.names import NamesFolder
 from gcnzc.datasets.rows import (
@@ -26,6 +23,7 @@ from gcnzc.datasets.rows import (
     rows_from_codes,
     rows_from_csr,
 )
+from gcnzc.datasets.store import HEADER_BYTES, HETERO_VERSION, front_of
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.hetero.graph import HeteroGraph
 from gcnzc.graph.hetero.stores import EdgeStore, NodeStore
@@ -211,7 +209,7 @@ def load(folder: str | Path) -> HeteroGraph:
         ValueError: the folder is damaged or has a graph of one type.
     """
     folder = Path(folder)
-    meta, arrays = hetero_store.open_folder(folder, read_only=torch.cuda.is_available())
+    meta, arrays = store.open_hetero(folder, read_only=torch.cuda.is_available())
     nodes, edges = {}, {}
     for number, own in enumerate(meta["nodes"]):
         front = front_of("nodes", number)
@@ -253,9 +251,9 @@ def info(folder: str | Path) -> dict[str, Any]:
         nodes and edges, a list of dicts by type, time_unit if it is known, origin, disk_bytes and
         version.
     """
-    meta = hetero_store.read_meta(Path(folder))
+    meta = store.read_meta(Path(folder), HETERO_VERSION)
     files = meta.pop("files")
-    meta.pop("crc32", None)
+    meta.pop("crc32")
     meta["num_nodes"] = sum(own["num_nodes"] for own in meta["nodes"])
     meta["num_edges"] = sum(own["num_edges"] for own in meta["edges"])
     meta["disk_bytes"] = sum(entry["bytes"] for entry in files.values())
@@ -281,7 +279,7 @@ def verify(folder: str | Path, progress: Progress = no_progress) -> None:
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged; the message names it.
     """
-    hetero_store.verify(Path(folder), progress)
+    store.verify(Path(folder), progress, HETERO_VERSION)
     graph = load(folder)
     graph.check()
     for name in graph.node_types:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from gcnzc.datasets.part_names import part_of
+from gcnzc.datasets.source import part_of
 from gcnzc.graph.hetero.build import from_arrays
 from gcnzc.graph.hetero.graph import HeteroGraph
 from gcnzc.graph.hetero.times import TimeUnit

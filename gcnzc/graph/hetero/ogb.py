@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from gcnzc.datasets import ogb_hetero_write
-from gcnzc.datasets.hetero_arrays import HeteroArrays
 from gcnzc.datasets.ogb_hetero import OgbHetero, is_hetero_layout
 from gcnzc.datasets.rows import Array, Progress, allocate_in_memory, no_progress
-from gcnzc.datasets.source import SPLITS, clean_labels, clean_split
+from gcnzc.datasets.source import SPLITS, HeteroArrays, clean_labels, clean_split
 from gcnzc.graph.hetero.build import from_arrays
 from gcnzc.graph.hetero.folder import rows_of
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph

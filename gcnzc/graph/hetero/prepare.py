@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from gcnzc.datasets.hetero_store import is_hetero
 from gcnzc.datasets.ogb_hetero import OgbHetero, is_hetero_layout
 from gcnzc.datasets.rows import Progress
+from gcnzc.datasets.store import is_hetero
 from gcnzc.graph.hetero import folder as hetero_folder
 from gcnzc.graph.hetero.ogb import from_hetero_arrays
 from gcnzc.graph.stored_features import FeatureLayout

@@ -8,8 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gcnzc.datasets.part_names import part_of
-from gcnzc.datasets.source import SPLITS, check_once, is_mask, max_classes
+from gcnzc.datasets.source import SPLITS, check_once, is_mask, max_classes, part_of
 from gcnzc.system.arguments import describe
 
 
@@ -185,7 +184,7 @@ def as_split(name: str, value: Any, count: int) -> dict[str, Tensor]:
         ValueError: a name, an id or a shape is wrong, or a node is in two parts or twice in one.
     """
     if not isinstance(value, Mapping):
-        return _split_of_words(name, value, count)
+        return split_of_words(name, value, count)
     split: dict[str, Tensor] = {}
     for key, given in value.items():
         part, own = part_of(key), f"{name}[{key!r}]"
@@ -227,7 +226,13 @@ def check_parts(name: str, split: Mapping[str, Tensor], count: int) -> None:
             check_once(split[part].numpy(), owner, number, name)
 
 
-def _split_of_words(name: str, value: Any, count: int) -> dict[str, Tensor]:
+def split_of_words(name: str, value: Any, count: int) -> dict[str, Tensor]:
+    """Return the int64 ids of "train", "valid" and "test" from one of these words for each node.
+
+    Raises:
+        TypeError: the values are not words.
+        ValueError: a word or the shape is wrong.
+    """
     words = to_array(name, value)
     if words.dtype.kind not in "UO":
         raise TypeError(

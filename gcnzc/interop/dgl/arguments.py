@@ -1,11 +1,18 @@
 """Check the arguments of the DGL loader, and reject unsupported ones by name."""
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from gcnzc.graph.hetero.graph import EdgeType
+from gcnzc.interop.dgl.blocks import Kind
 from gcnzc.interop.dgl.importing import import_dgl
-from gcnzc.system.arguments import describe
+from gcnzc.system.arguments import as_ids, check_fanouts, describe
 
 
 def check_graph(graph: Any) -> None:
@@ -70,3 +77,241 @@ def check_sampler(graph: Any, graph_sampler: Any, sampler_library: Any) -> None:
             f"DataLoader does not support a sampler's output_device {inner.output_device}\n\n"
             "hint: DataLoader(..., device=...)"
         )
+
+
+def find_node_type(argument: str, graph: Any, key: Any) -> str:
+    """Return a node type of `graph`.
+
+    Raises:
+        ValueError: there is no such type.
+    """
+    if not isinstance(key, str) or key not in graph.ntypes:
+        raise ValueError(
+            f"{argument} has the node type {describe(key)}, which the graph does not have\n\n"
+            f"hint: {', '.join(graph.ntypes)}"
+        )
+    return key
+
+
+def find_edge_type(argument: str, graph: Any, key: Any) -> EdgeType:
+    """Return the triple of an edge type of `graph`, given as a triple or as its relation's name.
+
+    Raises:
+        ValueError: there is no such type, or several have the name.
+    """
+    types = graph.canonical_etypes
+    found = [each for each in types if key in (each, each[1])]
+    if len(found) != 1:
+        reason = "several edge types of the graph have" if found else "the graph does not have"
+        raise ValueError(
+            f"{argument} has the edge type {describe(key)}, which {reason}\n\n"
+            f"hint: {', '.join(map(str, types))}"
+        )
+    return found[0]
+
+
+def find_type(argument: str, graph: Any, key: Any, is_edges: bool) -> Kind:
+    """Return a node type, or the triple of an edge type; see above."""
+    find = find_edge_type if is_edges else find_node_type
+    return find(argument, graph, key)
+
+
+def fanouts_by_type(graph: Any, fanouts: Any) -> dict[EdgeType, tuple[int, ...]]:
+    """Return the fanouts of a DGL sampler by edge type, input layer first.
+
+    Args:
+        graph: a DGL graph.
+        fanouts: for each layer a number for all edge types, or a dict by edge type.
+
+    Raises:
+        TypeError: a fanout is not an integer.
+        ValueError: an edge type is unknown or missing, or a fanout is out of range.
+    """
+    layers: list[dict[EdgeType, Any]] = []
+    for number, layer in enumerate(fanouts):
+        if not isinstance(layer, Mapping):
+            layers.append(dict.fromkeys(graph.canonical_etypes, layer))
+            continue
+        name = f"fanouts[{number}]"
+        layers.append({find_edge_type(name, graph, key): own for key, own in layer.items()})
+        missing = [each for each in graph.canonical_etypes if each not in layers[-1]]
+        if missing:
+            raise ValueError(
+                f"{name} has no edge type {missing[0]}\n\n"
+                "hint: a number for each edge type; 0 samples none of its edges"
+            )
+    return {
+        each: check_fanouts(f"fanouts of {each}", [layer[each] for layer in layers])
+        for each in graph.canonical_etypes
+    }
+
+
+def check_reverse_edges(graph: Any, sampler: Any, edge_types: Iterable[Any]) -> None:
+    """Check which edges an edge prediction sampler excludes.
+
+    Args:
+        graph: with several types of nodes or edges.
+        sampler: an `EdgePredictionSampler`.
+        edge_types: of the edges to iterate over.
+
+    Raises:
+        ValueError: the reverse edges of an edge type are missing or wrong.
+    """
+    if sampler.exclude == "reverse_types":
+        given = sampler.reverse_etypes
+        if not isinstance(given, Mapping) or not given:
+            raise ValueError(
+                f"exclude is 'reverse_types', but reverse_etypes is {describe(given)}\n\n"
+                "hint: reverse_etypes={'buys': 'bought-by', 'bought-by': 'buys'}"
+            )
+        for key, value in given.items():
+            each, other = (find_edge_type("reverse_etypes", graph, name) for name in (key, value))
+            if (each[0], each[2]) != (other[2], other[0]):
+                raise ValueError(
+                    f"reverse_etypes: {other} is not the reverse of {each}, since it connects "
+                    "other types of nodes\n\n"
+                    f"hint: an edge type from {each[2]!r} to {each[0]!r}"
+                )
+            if graph.num_edges(each) != graph.num_edges(other):
+                raise ValueError(
+                    f"reverse_etypes: {each} has {graph.num_edges(each)} edges, but {other} has "
+                    f"{graph.num_edges(other)}\n\n"
+                    "hint: an edge and its reverse edge have the same id"
+                )
+    if sampler.exclude == "reverse_id":
+        ids = sampler.reverse_eids
+        if not isinstance(ids, Mapping) and len(graph.canonical_etypes) == 1:
+            ids = {graph.canonical_etypes[0]: ids}
+        if not isinstance(ids, Mapping):
+            raise ValueError(
+                f"exclude is 'reverse_id', but reverse_eids is {describe(ids)}\n\n"
+                "hint: a dict of ids by edge type"
+            )
+        own = {find_edge_type("reverse_eids", graph, key): value for key, value in ids.items()}
+        for each in edge_types:
+            count = graph.num_edges(each)
+            if each not in own or own[each] is None or len(own[each]) < count:
+                found = "nothing" if own.get(each) is None else f"{len(own[each])} ids"
+                raise ValueError(
+                    f"reverse_eids has {found} for the {count} edges of type {each}\n\n"
+                    "hint: the id of the reverse edge of each edge; exclude='reverse_types' if "
+                    "reverse edges have another type"
+                )
+
+
+def check_kinds(argument: str, graph: Any, names: Any, is_edges: bool) -> list[tuple[Kind, str]]:
+    """Return the names of data in a sampler's argument as pairs of a type and a name.
+
+    Args:
+        argument: its name.
+        graph: a DGL graph.
+        names: None, a list if the graph has one type, or a dict of lists by type.
+        is_edges: whether the data is of edges.
+
+    Raises:
+        ValueError: a type is unknown, or there is a list, and the graph has several types.
+    """
+    types = graph.canonical_etypes if is_edges else graph.ntypes
+    if isinstance(names, Mapping):
+        return [
+            (find_type(argument, graph, key, is_edges), name)
+            for key, own in names.items()
+            for name in own
+        ]
+    found = list(names or [])
+    if found and len(types) > 1:
+        kind = "edge" if is_edges else "node"
+        raise ValueError(
+            f"{argument} is {describe(names)}, but the graph has several {kind} types\n\n"
+            f"hint: a dict of lists by type, such as {{{types[0]!r}: {found!r}}}"
+        )
+    return [(types[0], name) for name in found]
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """Ids of nodes or edges by type; an item is an index of the ids of all types in their order.
+
+    Attributes:
+        by_type: for node types, or edge types, int64 ids on the host, without duplicates.
+    """
+
+    by_type: Mapping[Kind, Tensor]
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """(S,) int64 ids of all types."""
+        return torch.cat([*self.by_type.values()])
+
+    def select(self, items: Tensor) -> dict[Kind, Tensor]:
+        """Return the ids of a minibatch by type, each in the order of the items.
+
+        Types without items are left out, as in DGL.
+
+        Args:
+            items: (B,) int64 indices of `ids`.
+        """
+        ids = self.ids[items]
+        ends = np.cumsum([len(own) for own in self.by_type.values()])
+        types = torch.from_numpy(np.searchsorted(ends, items.numpy(), side="right"))
+        found = {kind: ids[types == number] for number, kind in enumerate(self.by_type)}
+        return {kind: own for kind, own in found.items() if len(own)}
+
+
+def check_items(indices: Any, graph: Any, is_edges: bool) -> Items:
+    """Return `indices` by type.
+
+    Args:
+        indices: a dict of ids by type, or ids if the graph has one type of nodes, or of edges.
+        graph: a DGL graph.
+        is_edges: whether they are edges.
+
+    Raises:
+        TypeError: ids are not integers.
+        ValueError: a type is unknown or missing, or an id is out of range or occurs twice.
+    """
+    types = graph.canonical_etypes if is_edges else graph.ntypes
+    if not isinstance(indices, Mapping):
+        if len(types) > 1:
+            what = "edge" if is_edges else "node"
+            raise ValueError(
+                f"indices is {describe(indices)}, but the graph has several {what} types\n\n"
+                f"hint: a dict of ids by type, such as {{{types[0]!r}: ids}}"
+            )
+        return Items({types[0]: _check_ids("indices", indices, graph, types[0])})
+    found: dict[Kind, Tensor] = {}
+    for key, ids in indices.items():
+        kind = find_type("indices", graph, key, is_edges)
+        if kind in found:
+            raise ValueError(f"indices has the type {kind!r} twice\n\nhint: remove one")
+        found[kind] = _check_ids(f"indices[{key!r}]", ids, graph, kind)
+    if not found:
+        raise ValueError("indices is a dict without types\n\nhint: {'paper': ids}")
+    return Items(found)
+
+
+def _check_ids(name: str, indices: Any, graph: Any, kind: Kind) -> Tensor:
+    ids = as_ids(name, indices, "a mask becomes ids with .nonzero().flatten()").cpu()
+    if isinstance(kind, str):
+        count, what = graph.num_nodes(kind), "nodes"
+    else:
+        count, what = graph.num_edges(kind), "edges"
+    if len(ids):
+        ordered = ids.sort().values
+        if ordered[0] < 0 or ordered[-1] >= count:
+            raise ValueError(
+                f"{name} reach from {int(ordered[0])} to {int(ordered[-1])}, but the graph has "
+                f"{count} {what}{_of(graph, kind)}\n\nhint: {what} are counted from 0"
+            )
+        twice = ordered[1:][ordered[1:] == ordered[:-1]]
+        if len(twice) > 0:
+            raise ValueError(
+                f"index {int(twice[0])} occurs twice in {name} ({len(twice)} duplicates in all)"
+                "\n\nhint: indices.unique()"
+            )
+    return ids
+
+
+def _of(graph: Any, kind: Kind) -> str:
+    types = graph.ntypes if isinstance(kind, str) else graph.canonical_etypes
+    return f" of type {kind}" if len(types) > 1 else ""

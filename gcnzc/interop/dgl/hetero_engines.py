@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.graph.hetero.graph import EdgeType
+from gcnzc.interop.dgl.arguments import fanouts_by_type, find_edge_type
 from gcnzc.interop.dgl.blocks import convert_ids
 from gcnzc.interop.dgl.engines import (
     REVERSE_ID_HINT,
@@ -18,7 +19,6 @@ from gcnzc.interop.dgl.engines import (
     check_reverse_pairs,
     sample_with_dgl,
 )
-from gcnzc.interop.dgl.hetero_arguments import fanouts_by_type, find_edge_type
 from gcnzc.interop.dgl.hetero_blocks import Ends, HeteroBlockBuilder, read_weights
 from gcnzc.interop.dgl.importing import import_dgl
 from gcnzc.interop.options import generator, unique_with_inverse

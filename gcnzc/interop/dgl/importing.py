@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from gcnzc.interop.errors import LibraryError
-
 GRAPHBOLT = "dgl.graphbolt"
 
 
@@ -48,9 +46,9 @@ def import_dgl() -> Any:
     if "dgl" not in sys.modules:
         found = importlib.util.find_spec("dgl")
         if found is None:
-            raise LibraryError(f"DGL is not installed\n\nhint: {INSTALL}")
+            raise ImportError(f"DGL is not installed\n\nhint: {INSTALL}")
         if found.submodule_search_locations is None:
-            raise LibraryError(
+            raise ImportError(
                 f"`import dgl` imports {found.origin}, which is not DGL\n\nhint: rename that file"
             )
         # of an import that failed, such as that by `ogb` without GraphBolt: they are incomplete
@@ -61,10 +59,10 @@ def import_dgl() -> Any:
             warnings.simplefilter("ignore")
             import dgl
     except (ImportError, OSError) as error:
-        raise LibraryError(f"the import of DGL failed: {error}\n\nhint: {INSTALL}") from error
+        raise ImportError(f"the import of DGL failed: {error}\n\nhint: {INSTALL}") from error
     if dgl.__version__.startswith("0."):
         # pip installs 0.1.3 if no newer wheel fits
-        raise LibraryError(f"DGL {dgl.__version__} is too old\n\nhint: {INSTALL}")
+        raise ImportError(f"DGL {dgl.__version__} is too old\n\nhint: {INSTALL}")
     _imported = dgl
     return dgl
 

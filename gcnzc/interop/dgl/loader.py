@@ -15,18 +15,22 @@ from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.interop.column import Column
-from gcnzc.interop.dgl.arguments import check_graph, check_sampler, is_typed
+from gcnzc.interop.dgl.arguments import (
+    check_graph,
+    check_items,
+    check_kinds,
+    check_reverse_edges,
+    check_sampler,
+    find_type,
+    is_typed,
+)
 from gcnzc.interop.dgl.blocks import BlockBuilder, Kind, fill_lazy_features
 from gcnzc.interop.dgl.engines import DglEngine, EdgeEngine, Engine, NodeEngine, is_native
-from gcnzc.interop.dgl.hetero_arguments import check_kinds, check_reverse_edges, find_type
 from gcnzc.interop.dgl.hetero_blocks import HeteroBlockBuilder
 from gcnzc.interop.dgl.hetero_engines import HeteroEdgeEngine, HeteroNodeEngine
 from gcnzc.interop.dgl.importing import check_cuda, import_dgl
-from gcnzc.interop.dgl.items import check_items
-from gcnzc.interop.drop_in import DropInLoader
-from gcnzc.interop.inner_loader import NO_GRAPH, LibraryBatch
+from gcnzc.interop.drop_in import NO_GRAPH, DropInLoader, LibraryBatch, rank_and_world_size
 from gcnzc.interop.options import CPU, Options, check_tables, split_options
-from gcnzc.interop.ranks import rank_and_world_size
 from gcnzc.sampling.batch import Block
 from gcnzc.system.arguments import check_device, check_flag, check_seed
 
@@ -138,7 +142,7 @@ class DataLoader(DropInLoader):
             )
         if batch_size is None:
             raise ValueError("DataLoader does not support batch_size=None\n\nhint: batch_size=1")
-        num_workers, dataloader_options, rest = split_options(kwargs, "DataLoader")
+        num_workers, dataloader_options, rest = split_options(kwargs)
         if isinstance(dataloader_options.get("sampler"), str):
             raise ValueError(
                 f"sampler is {dataloader_options['sampler']!r}\n\n"

@@ -6,13 +6,10 @@ are those of `torch_geometric.loader`, unchanged, such as `ClusterLoader`.
 
 from typing import Any
 
-from gcnzc.interop.pyg.feature_store import TableStore
-from gcnzc.interop.pyg.hetero_link_loader import HeteroLinkNeighborLoader
-from gcnzc.interop.pyg.hetero_node_loader import HeteroNeighborLoader
 from gcnzc.interop.pyg.importing import import_pyg
-from gcnzc.interop.pyg.link_loader import LinkNeighborLoader
-from gcnzc.interop.pyg.node_loader import NeighborLoader
-from gcnzc.interop.pyg.stores import HeteroFeatureStore, HeteroGraphStore, as_stores
+from gcnzc.interop.pyg.link_loader import HeteroLinkNeighborLoader, LinkNeighborLoader
+from gcnzc.interop.pyg.node_loader import HeteroNeighborLoader, NeighborLoader
+from gcnzc.interop.pyg.stores import HeteroFeatureStore, HeteroGraphStore, TableStore, as_stores
 
 __all__ = [
     "HeteroFeatureStore",

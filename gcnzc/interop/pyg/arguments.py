@@ -112,7 +112,7 @@ def make_options(kwargs: dict[str, Any], loader_name: str, device: Any, **own: A
     kwargs = dict(kwargs)
     # PyG's loaders ignore this argument too: they collate minibatches themselves
     kwargs.pop("collate_fn", None)
-    num_workers, dataloader_options, rest = split_options(kwargs, loader_name)
+    num_workers, dataloader_options, rest = split_options(kwargs)
     torch_options = {
         name: rest.pop(name) for name in ("batch_size", "shuffle", "drop_last") if name in rest
     }

@@ -15,7 +15,7 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.interop.column import Column
 from gcnzc.interop.pyg.importing import import_pyg
-from gcnzc.kernels.structure.order import csc_order
+from gcnzc.kernels.structure.csc import csc_order
 from gcnzc.system.arguments import check_edge_index, describe
 
 Tables = Mapping[str, FeatureTable]

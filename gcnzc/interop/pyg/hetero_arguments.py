@@ -15,8 +15,7 @@ from gcnzc.interop.options import check_tables
 from gcnzc.interop.pyg.arguments import check_edges, check_node_ids
 from gcnzc.interop.pyg.hetero_graph import Key, TypedGraph
 from gcnzc.interop.pyg.importing import import_pyg
-from gcnzc.sampling.hetero import Strategy, SubgraphType
-from gcnzc.sampling.hetero_fanouts import DEFAULT, check_num_neighbors
+from gcnzc.sampling.hetero import DEFAULT, Strategy, SubgraphType, check_num_neighbors
 from gcnzc.system.arguments import check_choice, check_flag, describe
 
 SUBGRAPH_TYPES = ("directional", "bidirectional", "induced")

@@ -18,15 +18,15 @@ from typing_extensions import Self
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.interop.column import Column
-from gcnzc.interop.drop_in import DropInLoader
-from gcnzc.interop.inner_loader import NO_GRAPH, LibraryBatch
+from gcnzc.interop.drop_in import NO_GRAPH, DropInLoader, LibraryBatch
 from gcnzc.interop.options import Options
-from gcnzc.interop.pyg.hetero_arguments import Sampling
+from gcnzc.interop.pyg.hetero_arguments import Sampling, SamplingArguments
 from gcnzc.interop.pyg.hetero_graph import (
     Key,
     TypedAttributes,
     TypedGraph,
     read_typed_attributes,
+    to_typed_graph,
 )
 from gcnzc.interop.pyg.minibatches import PygLoader
 from gcnzc.interop.pyg.sampler import make_sampler
@@ -83,25 +83,13 @@ class HeteroPygLoader(PygLoader):
 
     Attributes of `data` with the name of a field that the loader sets itself are replaced, except
     `n_id` and `e_id`, which are sliced, as in PyG.
-
-    Args:
-        data: a `HeteroData`, or a pair of stores. Its attributes are read when an epoch begins.
-        typed: the graph of `data`.
-        items: values that identify the items; a state of other values is rejected.
-        num_items: the number of items.
-        num_neighbors: as given by the user.
-        sampling: how to sample.
-        settings: other settings that a state must have in common, as plain values.
-        transform: function that is applied to each minibatch.
-        tables: feature tables by type and name, which replace attributes of `data`.
-        options: see `Options`.
     """
 
     _typed: TypedGraph
     _sampling: Sampling
     _sampler: HeteroSampler
 
-    def __init__(
+    def _init_typed_loader(
         self,
         data: Any,
         typed: TypedGraph,
@@ -114,6 +102,20 @@ class HeteroPygLoader(PygLoader):
         tables: Mapping[Key, FeatureTable] | None,
         options: Options,
     ) -> None:
+        """Create the loader.
+
+        Args:
+            data: a `HeteroData`, or a pair of stores. Its attributes are read when an epoch begins.
+            typed: the graph of `data`.
+            items: values that identify the items; a state of other values is rejected.
+            num_items: the number of items.
+            num_neighbors: as given by the user.
+            sampling: how to sample.
+            settings: other settings that a state must have in common, as plain values.
+            transform: function that is applied to each minibatch.
+            tables: feature tables by type and name, which replace attributes of `data`.
+            options: see `Options`.
+        """
         # named like the arguments: Lightning reads these attributes to reconstruct the loader
         self.data, self.num_neighbors, self.transform = data, num_neighbors, transform
         self.tables = tables  # type: ignore[assignment]
@@ -123,6 +125,10 @@ class HeteroPygLoader(PygLoader):
         self._sampler = self._make_sampler()
         self._last_values: dict[Key, Any] | None = None
         self._refresh_attributes()
+
+    def _typed_graph(self, source: Any, arguments: SamplingArguments) -> TypedGraph:
+        names = arguments.time_attr, arguments.weight_attr
+        return to_typed_graph(source, *names, self._time_unit)
 
     def __repr__(self) -> str:
         # as PyG's loader, whose name users know

@@ -3,8 +3,6 @@
 import warnings
 from typing import Any
 
-from gcnzc.interop.errors import LibraryError
-
 INSTALL = "pip install 'torch-geometric>=2.6'"
 
 
@@ -25,5 +23,5 @@ def import_pyg() -> Any:
             import torch_geometric.loader
             import torch_geometric.sampler
     except (ImportError, OSError) as error:
-        raise LibraryError(f"the import of PyG failed: {error}\n\nhint: {INSTALL}") from error
+        raise ImportError(f"the import of PyG failed: {error}\n\nhint: {INSTALL}") from error
     return torch_geometric

@@ -22,10 +22,9 @@ from typing_extensions import Self
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.hetero.times import TimeUnit
 from gcnzc.interop.column import Column
-from gcnzc.interop.drop_in import DropInLoader
-from gcnzc.interop.inner_loader import LibraryBatch
-from gcnzc.interop.items import as_items
+from gcnzc.interop.drop_in import DropInLoader, LibraryBatch, as_items
 from gcnzc.interop.options import Options
+from gcnzc.interop.pyg.arguments import check_common
 from gcnzc.interop.pyg.graph import Attributes, CscEdges, read_attributes
 from gcnzc.interop.pyg.hetero_arguments import Sampling, SamplingArguments
 from gcnzc.interop.pyg.hetero_graph import TypedGraph
@@ -35,7 +34,7 @@ from gcnzc.interop.pyg.sampler import PygSampler, make_sampler, settings_of
 from gcnzc.interop.pyg.stores import StoredAttributes, has_types, is_store_pair, open_stores
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.sample import Sample
-from gcnzc.kernels.structure.coo import csc_to_coo
+from gcnzc.kernels.structure.csc import csc_to_coo
 from gcnzc.sampling.batch import Block
 from gcnzc.sampling.hetero import HeteroSampler
 
@@ -52,19 +51,7 @@ class PygLoader(DropInLoader):
     `input_id`, are ignored. As in PyG, `n_id` and `e_id` of `data` are sliced like its other
     attributes, and replace the ids of the sampled nodes and edges.
 
-    Args:
-        data: a `Data` with `edge_index`, or a pair of stores. Its attributes are read when an epoch
-            begins.
-        csc: the edges of `data` as CSC.
-        items: the nodes or edges to iterate over.
-        num_items: the number of items.
-        num_neighbors: number of neighbours sampled at each hop, first that of the seeds.
-        transform: function that is applied to each minibatch.
-        tables: feature tables by name, which replace attributes of `data`.
-        options: see `Options`.
-        typed: the graph that `HeteroSampler` samples from; None for `PygSampler`.
-        sampling: how to sample from `typed`.
-        settings: other settings that a state must have in common, as plain values.
+    The constructors are those of the subclasses, which call `_init_loader`.
     """
 
     _replaceable = ("data", "transform")
@@ -87,7 +74,7 @@ class PygLoader(DropInLoader):
         selected = cls._hetero_classes.get(cls, cls) if is_hetero else cls
         return cast(Self, super().__new__(selected, *args, **kwargs))
 
-    def __init__(
+    def _init_loader(
         self,
         data: Any,
         csc: CscEdges,
@@ -101,11 +88,27 @@ class PygLoader(DropInLoader):
         sampling: Sampling | None,
         settings: Mapping[str, int | str],
     ) -> None:
+        """Create the loader.
+
+        Args:
+            data: a `Data` with `edge_index`, or a pair of stores. Its attributes are read when an
+                epoch begins.
+            csc: the edges of `data` as CSC.
+            items: the nodes or edges to iterate over.
+            num_items: the number of items.
+            num_neighbors: number of neighbours sampled at each hop, first that of the seeds.
+            transform: function that is applied to each minibatch.
+            tables: feature tables by name, which replace attributes of `data`.
+            options: see `Options`.
+            typed: the graph that `HeteroSampler` samples from; None for `PygSampler`.
+            sampling: how to sample from `typed`.
+            settings: other settings that a state must have in common, as plain values.
+        """
         # named like the arguments: Lightning reads these attributes to reconstruct the loader
         self.data, self.num_neighbors, self.transform = data, num_neighbors, transform
         self.tables = tables
         self._typed, self._sampling, self._given_settings = typed, sampling, settings
-        super().__init__(csc.graph, items, num_items, options)
+        DropInLoader.__init__(self, csc.graph, items, num_items, options)
         self._csc = csc
         self._sampler = self._make_sampler()
         self._last_attributes: dict[str, Any] | None = None
@@ -140,8 +143,29 @@ class PygLoader(DropInLoader):
         """Do nothing: there are no worker processes whose number of threads could be set."""
         yield
 
-    def _open(self, data: Any, custom_cls: Any, arguments: SamplingArguments) -> Any:
-        """Return the data with the graph: `data`, or that of a pair of stores."""
+    def _open(
+        self,
+        loader_name: str,
+        data: Any,
+        arguments: SamplingArguments,
+        kwargs: dict[str, Any],
+        **common: Any,
+    ) -> Any:
+        """Check the arguments of both loaders, and return the data with the graph.
+
+        Args:
+            loader_name: for error messages.
+            data: as given by the user.
+            arguments: about sampling.
+            kwargs: of the loader; `custom_cls` is removed.
+            common: see `check_common`.
+
+        Returns:
+            `data`, or that of a pair of stores.
+        """
+        custom_cls = kwargs.pop("custom_cls", None)
+        allowed = None if is_store_pair(data) else custom_cls
+        check_common(loader_name, **common, custom_cls=allowed)
         arguments.keep_in(self)
         self.custom_cls = custom_cls
         names = (arguments.time_attr, arguments.weight_attr)

@@ -1,4 +1,4 @@
-"""Drop-in replacement of PyG's `NeighborLoader`."""
+"""Drop-in replacement of PyG's `NeighborLoader`, for graphs with and without types."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,24 +7,23 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.interop.inner_loader import LibraryBatch
-from gcnzc.interop.options import CPU
-from gcnzc.interop.pyg.arguments import (
-    check_common,
-    check_nodes,
-    check_num_neighbors,
-    make_options,
-)
+from gcnzc.interop.drop_in import LibraryBatch
+from gcnzc.interop.options import CPU, Options
+from gcnzc.interop.pyg.arguments import check_nodes, check_num_neighbors, make_options
 from gcnzc.interop.pyg.graph import to_csc
 from gcnzc.interop.pyg.hetero_arguments import (
     SamplingArguments,
     check_input_time,
+    check_typed_nodes,
+    check_typed_tables,
     times_crc32,
 )
+from gcnzc.interop.pyg.hetero_graph import TypedGraph
+from gcnzc.interop.pyg.hetero_minibatches import HeteroPygLoader, TypedLibraryBatch
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.interop.pyg.minibatches import NumNeighborsStub, PygLoader
 from gcnzc.interop.pyg.one_type import NODE, to_one_type
-from gcnzc.interop.pyg.stores import is_store_pair
+from gcnzc.system.arguments import check_kind
 
 
 class NeighborLoader(PygLoader, import_pyg().loader.NeighborLoader):  # type: ignore[misc]
@@ -105,17 +104,9 @@ class NeighborLoader(PygLoader, import_pyg().loader.NeighborLoader):  # type: ig
         tables: Mapping[str, FeatureTable] | None = None,
         **kwargs: Any,
     ) -> None:
-        custom_cls = kwargs.pop("custom_cls", None)
-        check_common(
-            "NeighborLoader",
-            transform=transform,
-            is_sorted=is_sorted,
-            filter_per_worker=filter_per_worker,
-            tables=tables,
-            transform_sampler_output=transform_sampler_output,
-            neighbor_sampler=neighbor_sampler,
-            custom_cls=None if is_store_pair(data) else custom_cls,
-        )
+        # named like the arguments: Lightning reads these attributes to reconstruct the loader
+        self.input_nodes, self.input_id, self.input_time = input_nodes, input_id, input_time
+        self.is_sorted, self.filter_per_worker = is_sorted, filter_per_worker
         arguments = SamplingArguments(
             replace,
             subgraph_type,
@@ -125,19 +116,56 @@ class NeighborLoader(PygLoader, import_pyg().loader.NeighborLoader):  # type: ig
             time_attr,
             weight_attr,
         )
-        source = self._open(data, custom_cls, arguments)
+        source = self._open(
+            "NeighborLoader",
+            data,
+            arguments,
+            kwargs,
+            transform=transform,
+            is_sorted=is_sorted,
+            filter_per_worker=filter_per_worker,
+            tables=tables,
+            transform_sampler_output=transform_sampler_output,
+            neighbor_sampler=neighbor_sampler,
+        )
+        options = make_options(
+            kwargs,
+            "NeighborLoader",
+            seed=seed,
+            device=device,
+            rank=rank,
+            world_size=world_size,
+            threads=threads,
+            ahead=ahead,
+        )
+        self._read(source, data, num_neighbors, arguments, transform, tables, options)
+
+    def _read(
+        self,
+        source: Any,
+        data: Any,
+        num_neighbors: Any,
+        arguments: SamplingArguments,
+        transform: Any,
+        tables: Any,
+        options: Options,
+    ) -> None:
+        """Read the graph and the items, and create the loader.
+
+        Args:
+            source: has the graph: `data`, or the structure of a pair of stores.
+            data, num_neighbors, transform, tables: as given by the user.
+            arguments: about sampling.
+            options: see `Options`.
+        """
         self._own_fields += ("batch_size", "seed_time")
-        csc = to_csc(source, is_sorted and self._stores is None)
-        self.input_nodes, self.input_id, self.is_sorted = input_nodes, input_id, is_sorted
-        self.filter_per_worker = filter_per_worker
-        self._nodes, self._ids = check_nodes(input_nodes, input_id, csc.graph.num_nodes)
+        csc = to_csc(source, self.is_sorted and self._stores is None)
+        self._nodes, self._ids = check_nodes(self.input_nodes, self.input_id, csc.graph.num_nodes)
         hops = check_num_neighbors(num_neighbors, "NeighborLoader")
-        typed = None if arguments.is_plain else to_one_type(source, csc, time_attr, weight_attr)
-        self.input_time = input_time
-        self._times = check_input_time(input_time, typed, NODE, len(self._nodes))
-        # a tensor keeps its dtype, as in PyG
-        self._seed_time = input_time.cpu() if isinstance(input_time, Tensor) else self._times
-        super().__init__(
+        times = arguments.time_attr, arguments.weight_attr
+        typed = None if arguments.is_plain else to_one_type(source, csc, *times)
+        self._set_times(typed, NODE)
+        self._init_loader(
             data,
             csc,
             self._nodes,
@@ -145,20 +173,17 @@ class NeighborLoader(PygLoader, import_pyg().loader.NeighborLoader):  # type: ig
             hops,
             transform,
             tables,
-            make_options(
-                kwargs,
-                "NeighborLoader",
-                seed=seed,
-                device=device,
-                rank=rank,
-                world_size=world_size,
-                threads=threads,
-                ahead=ahead,
-            ),
+            options,
             typed,
             None if typed is None else arguments.sampling(typed, hops),
             {} if typed is None else {"input_time_crc32": times_crc32(self._times)},
         )
+
+    def _set_times(self, typed: TypedGraph | None, node_type: str) -> None:
+        given = self.input_time
+        self._times = check_input_time(given, typed, node_type, len(self._nodes))
+        # a tensor keeps its dtype, as in PyG
+        self._seed_time = given.cpu() if isinstance(given, Tensor) else self._times
 
     @property
     def input_data(self) -> Any:
@@ -180,3 +205,93 @@ class NeighborLoader(PygLoader, import_pyg().loader.NeighborLoader):  # type: ig
         }
         times = None if self._times is None else self._times[seeds]
         return self._sample_batch(self._nodes[seeds], epoch, fields, times)
+
+
+class HeteroNeighborLoader(HeteroPygLoader, NeighborLoader):
+    """A `NeighborLoader` of a `HeteroData`; `NeighborLoader(data, ...)` returns one.
+
+    Minibatches are `HeteroData` with the fields of PyG's. Subclasses of loaders of `HeteroData`
+    are derived from this class. The arguments that are not listed here are those of
+    `gcnzc.interop.pyg.NeighborLoader`.
+
+    Args:
+        data: a `torch_geometric.data.HeteroData` whose edge types have `edge_index`.
+        num_neighbors: number of neighbours to sample at each hop, beginning with the hop from
+            the seed nodes, -1 for all: a list for all edge types, a dict of lists by edge type, or
+            PyG's `NumNeighbors`.
+        input_nodes: a node type, whose nodes are iterated over; or a pair of a node type and ids, a
+            mask, or None.
+        input_time: (S,) times of the input nodes: integers, or dates with `as_stores` of a graph
+            with a time unit. Default: `time_attr` of the nodes.
+        replace: sample with replacement.
+        subgraph_type: "directional", "bidirectional" or "induced".
+        disjoint: sample a separate subgraph for each seed node, whose number is in `batch`.
+            Temporal sampling always does.
+        temporal_strategy: "uniform" samples from the edges that are not later than the time of
+            the seed node, "last" takes the latest of them.
+        time_attr: attribute of node types, or of edge types, with times, which are integers. Types
+            without it are always visible.
+        weight_attr: attribute of edge types with weights, in proportion to which neighbours are
+            sampled. Neighbours of other edge types are sampled uniformly.
+        directed: False is the same as `subgraph_type="induced"`.
+        device: device of the minibatches. For a GPU, the loader page-locks the attributes `x` until
+            `close()`, and the GPU reads them in host memory. Other attributes are copied.
+        tables: feature tables by pairs of type and name, such as `("paper", "x")`, which replace
+            attributes of `data`.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: an argument is out of range, or is not supported; the message names it.
+        ImportError: PyG is not installed; raised on import.
+    """
+
+    def _read(
+        self,
+        source: Any,
+        data: Any,
+        num_neighbors: Any,
+        arguments: SamplingArguments,
+        transform: Any,
+        tables: Any,
+        options: Options,
+    ) -> None:
+        check_kind("data", source, import_pyg().data.HeteroData, "torch_geometric.data.HeteroData")
+        typed = self._typed_graph(source, arguments)
+        self._node_type, self._nodes, self._ids = check_typed_nodes(
+            self.input_nodes, self.input_id, typed.graph
+        )
+        self._set_times(typed, self._node_type)
+        self._init_typed_loader(
+            data,
+            typed,
+            self._nodes,
+            len(self._nodes),
+            num_neighbors,
+            arguments.sampling(typed, num_neighbors),
+            {"input_type": self._node_type, "input_time_crc32": times_crc32(self._times)},
+            transform,
+            check_typed_tables(tables, typed.graph),
+            options,
+        )
+
+    @property
+    def input_data(self) -> Any:
+        """The nodes to iterate over, as PyG's `NodeSamplerInput`."""
+        return import_pyg().sampler.NodeSamplerInput(
+            self._ids, self._nodes, self._seed_time, self._node_type
+        )
+
+    def sample(self, seeds: Tensor, epoch: int) -> TypedLibraryBatch:
+        """Sample the minibatch of the input nodes with indices `seeds`, on the host."""
+        nodes, node_type = self._nodes[seeds], self._node_type
+        times = None if self._times is None else self._times[seeds]
+        batch, parts = self._sample_typed({node_type: nodes}, times, epoch)
+        parts.values |= {
+            (node_type, "input_id"): seeds if self._ids is None else self._ids[seeds],
+            (node_type, "seed_time"): None if self._seed_time is None else self._seed_time[seeds],
+            (node_type, "batch_size"): len(seeds),
+        }
+        return TypedLibraryBatch(batch.nodes[node_type], nodes, (), parts=parts)
+
+
+PygLoader._hetero_classes[NeighborLoader] = HeteroNeighborLoader

@@ -21,7 +21,7 @@ from gcnzc.kernels.aggregate.edge_softmax import edge_softmax
 from gcnzc.kernels.aggregate.weighted import weighted_spmm
 from gcnzc.models.hetero.layers import HeteroLayer, glorot_
 from gcnzc.models.layers import random_seed
-from gcnzc.sampling.hetero_block import HeteroBlock, HeteroMetadata
+from gcnzc.sampling.hetero import HeteroBlock, HeteroMetadata
 
 
 class RGATLayer(HeteroLayer):

@@ -22,7 +22,7 @@ from gcnzc.models.hetero.layers import HeteroLayer, MeanLayer
 from gcnzc.models.hetero.models import HGT
 from gcnzc.models.hetero.stack import HeteroModel
 from gcnzc.models.stack import parameter_dtype
-from gcnzc.sampling.hetero_block import HeteroBlock, HeteroMetadata
+from gcnzc.sampling.hetero import HeteroBlock, HeteroMetadata
 from gcnzc.system.arguments import check_kind
 
 Rows: TypeAlias = Mapping[int, Tensor]  # by number of the node type

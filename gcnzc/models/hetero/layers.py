@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gcnzc.kernels.aggregate import aggregate
 from gcnzc.kernels.aggregate.degree_scales import scale_dtype
 from gcnzc.models.autocast import add_linear
-from gcnzc.sampling.hetero_block import HeteroBlock, HeteroMetadata
+from gcnzc.sampling.hetero import HeteroBlock, HeteroMetadata
 
 
 class HeteroLayer(nn.Module):

@@ -6,12 +6,12 @@ from typing import Any
 from torch import Tensor
 
 from gcnzc.kernels.aggregate.dropout import dropout as drop
-from gcnzc.models.checks import check_probability
 from gcnzc.models.gnn import make_activation
 from gcnzc.models.hetero.attention import HGTLayer, RGATLayer
 from gcnzc.models.hetero.layers import HeteroLayer, HeteroSAGELayer, RGCNLayer
 from gcnzc.models.hetero.stack import HeteroModel
-from gcnzc.sampling.hetero_block import HeteroMetadata
+from gcnzc.models.stack import check_probability
+from gcnzc.sampling.hetero import HeteroMetadata
 from gcnzc.system.arguments import check_flag, check_integer
 
 

@@ -8,11 +8,10 @@ from torch import Tensor, nn
 
 from gcnzc.kernels.aggregate.dropout import dropout
 from gcnzc.models.autocast import compute_dtype, normalize
-from gcnzc.models.checks import check_probability
 from gcnzc.models.hetero.layers import HeteroLayer
 from gcnzc.models.layers import random_seed
-from gcnzc.models.stack import NORMS
-from gcnzc.sampling.hetero_block import HeteroBlock, HeteroMetadata
+from gcnzc.models.stack import NORMS, check_probability
+from gcnzc.sampling.hetero import HeteroBlock, HeteroMetadata
 from gcnzc.system.arguments import (
     check_choice,
     check_flag,

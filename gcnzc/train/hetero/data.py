@@ -9,12 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gcnzc.datasets.hetero_store import is_hetero
-from gcnzc.datasets.meta import read_meta
-from gcnzc.datasets.meta_rules import AGAIN
 from gcnzc.datasets.names import Names
 from gcnzc.datasets.source import check_metric, choose_metric
-from gcnzc.datasets.store import is_prepared
+from gcnzc.datasets.store import AGAIN, is_hetero, is_prepared, read_meta
 from gcnzc.exchange import Group
 from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.pinning import pinned
@@ -155,7 +152,7 @@ def load_hetero(config: TrainConfig, path: Path) -> HeteroDataset:
     target = _find_target(config, graph, path)
     nodes = graph.nodes(target)
     assert nodes.labels is not None, "`_find_target` has checked"
-    # folders of older versions may have others
+    # loading does not read them
     check_targets(f"{path}, node type {target!r}", nodes)
     labels = nodes.labels
     if labels.is_floating_point() and labels.ndim == 1:

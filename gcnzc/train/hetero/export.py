@@ -16,7 +16,7 @@ from gcnzc.models.hetero.export import (
     hetero_export_arguments,
     list_program_types,
 )
-from gcnzc.sampling.hetero_block import build_hetero_blocks
+from gcnzc.sampling.hetero import build_hetero_blocks
 from gcnzc.system.array_file import write_arrays
 from gcnzc.train.export import (
     CHECKED_NODES,

@@ -8,7 +8,7 @@ from torch.nn import functional
 from gcnzc.graph.hetero.graph import EdgeType
 from gcnzc.models.hetero import HeteroModel
 from gcnzc.models.link import Dot, HadamardMLP
-from gcnzc.sampling.hetero_block import HeteroBlock
+from gcnzc.sampling.hetero import HeteroBlock
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.hetero.encoder import build_hetero_encoder

@@ -14,7 +14,7 @@ from gcnzc.models.link import Dot, HadamardMLP, LinkModel
 from gcnzc.models.metrics import score_pairs
 from gcnzc.sampling.batch import Batch
 from gcnzc.sampling.link import LinkSampler
-from gcnzc.sampling.protocol import SamplerProtocol
+from gcnzc.sampling.neighbor import SamplerProtocol
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.encoders import build_encoder
 from gcnzc.train.inference import inference

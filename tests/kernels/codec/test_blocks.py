@@ -431,23 +431,6 @@ def test_a_mean_is_summed_in_the_order_of_the_rows():
     assert (out == 0).all()
 
 
-def test_arguments_that_do_not_match_are_rejected():
-    layout = BlockLayout(100, 2, 8, 32)
-    values, rows = torch.zeros(100), empty_rows(layout)
-    with pytest.raises(ValueError, match="does not have codes of"):
-        encode_blocks(values, None, None, layout, rows, "int4")
-    for other in (rows[:1], rows[:, : layout.row_bytes - 4], rows.char(), rows[:, ::2]):
-        with pytest.raises(ValueError, match="cannot be the rows of 2 parts"):
-            decode_blocks(other, layout, None, values, "int8")
-    with pytest.raises(ValueError, match="does not match a layout of 100 elements"):
-        update_error_blocks(values[1:], values, None, layout, rows, "int8")
-    for seed_and_step, offset in (((0, 2**63), 0), ((0, 0), 16), ((0, 0), -32)):
-        with pytest.raises(ValueError, match="no random numbers for step"):
-            encode_blocks(values, None, None, layout, rows, "int8", seed_and_step, offset)
-    with pytest.raises(ValueError, match="have no mean"):
-        mean_of_blocks(rows, layout, values[:64], "int8")
-
-
 PROGRAM = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile

@@ -4,7 +4,7 @@ import pytest
 import torch
 from blocks import random_block
 
-from gcnzc.kernels.structure.coo import csc_to_coo, csc_to_coo_reference
+from gcnzc.kernels.structure.csc import csc_to_coo, csc_to_coo_reference
 
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gcnzc.graph.graph import Graph
-from gcnzc.kernels.structure.order import csc_order, csc_order_reference
+from gcnzc.kernels.structure.csc import csc_order, csc_order_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -2,7 +2,7 @@ import pytest
 import torch
 from blocks import random_block
 
-from gcnzc.kernels.structure.renumber import (
+from gcnzc.kernels.structure.csc import (
     mark_sources,
     mark_sources_reference,
     select_columns,
