@@ -249,16 +249,21 @@ def speed(
         )
 
 
-def prepared(folder: Path, name: str) -> Path:
-    """Return the folder of a graph, prepared by the command line."""
+def prepared(folder: Path, name: str, shape: str = "--like ogbn-products --scale 0.01") -> Path:
+    """Return the folder of a graph, prepared by the command line.
+
+    Args:
+        folder: where the graph is prepared, unless it is there.
+        name: of an archive, or "planted".
+        shape: options of `gcnzc make` for a planted graph.
+    """
     graph = folder / name
     if graph.exists():
         return graph
-    source: Any = ARCHIVES / name / f"{name}.npz"
+    source = ARCHIVES / name / f"{name}.npz"
     if name == "planted":
         source = folder / "raw"
-        like = ["--like", "ogbn-products", "--scale", "0.01"]
-        assert cli.main(["make", str(source), "--kind", "planted", *like]) == 0
+        assert cli.main(["make", str(source), "--kind", "planted", *shape.split()]) == 0
     assert cli.main(["prepare", str(source), str(graph)]) == 0
     return graph
 

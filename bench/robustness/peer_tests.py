@@ -78,20 +78,11 @@ def run_tests(
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.jsonl"
         paths = [str(ROOT), str(checkout / "tests")]
-        command = [
-            *(
-                sys.executable,
-                "-m",
-                "pytest",
-                "-p",
-                "bench.robustness.peer_plugin",
-                "-p",
-                "no:cacheprovider",
-            ),
-            *("-c", os.devnull, "--rootdir", str(checkout), "-W", "ignore", "-q"),
-            *("--peer", peer, "--loaders", loaders, "--report", str(report)),
-            *(str(checkout / file) for file in files or SUITES[peer]),
-        ]
+        plugins = ["-p", "bench.robustness.peer_plugin", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", *plugins, "-c", os.devnull, "-W", "ignore", "-q"]
+        command += ["--rootdir", str(checkout), "--report", str(report)]
+        command += ["--peer", peer, "--loaders", loaders]
+        command += [str(checkout / file) for file in files or SUITES[peer]]
         run = subprocess.run(
             command,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "DGLBACKEND": "pytorch"},

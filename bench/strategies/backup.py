@@ -161,14 +161,7 @@ def measure(seed: int, steps: int, chance: float) -> dict[tuple[str, str], dict[
                 "step_s": statistics.mean(run.ends[-1] / steps for run in own),
                 "run_s": max(run.ends[-1] for run in own),
                 "loss": loss_at(own, seed, at_s),
-                "loss_half": loss_at(own, seed, at_s / 2),
-                "final_loss": loss_at(own, seed, math.inf),
             }
-            policy: Any = own[0].optimizer.recipe.policy  # type: ignore[attr-defined]
-            if method == "backup":
-                sizes = [len(run.rounds) for run in own]
-                last = max(number for run in own for number in run.rounds)
-                result |= {"members": sum(sizes) / last, "epoch_rounds": last / policy.last.epochs}
             found[graph, method] = result
     return found
 

@@ -22,14 +22,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from bench import harness
-from gcnzc import cli
+from bench.network.strategies import prepared
 
 ROOT = Path(__file__).parents[2]
-ARCHIVES = ROOT.parent / "shared" / "data"
 TARGET = 1.8
+SHAPE = "--nodes {} --edges {} --num-features 100"
 
 SPEED = "--layers 2 --fanouts 10,10 --hidden 128 --epochs 4 --evaluate-every 4"
 ACCURACY = "--layers 2 --fanouts 10,10 --hidden 64 --epochs 10"
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def speed(folder: Path, rounds: int, nodes: int) -> int:
     """Compare one worker on one core with two workers on two, and return the exit status."""
-    graph = prepared(folder, "planted", nodes)
+    graph = prepared(folder, "planted", SHAPE.format(nodes, 10 * nodes))
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         print("speed: two cores are needed", file=sys.stderr)
@@ -90,7 +89,7 @@ def speed(folder: Path, rounds: int, nodes: int) -> int:
 
 def accuracy(folder: Path, name: str, seeds: int, nodes: int) -> bool:
     """Measure one graph, and return whether more workers are as accurate as one."""
-    graph = prepared(folder, name, nodes)
+    graph = prepared(folder, name, SHAPE.format(nodes, 10 * nodes))
     found: dict[int, list[float]] = {}
     for workers in (1, 2, 4):
         found[workers] = []
@@ -113,20 +112,6 @@ def accuracy(folder: Path, name: str, seeds: int, nodes: int) -> bool:
         <= statistics.stdev(found[workers]) + statistics.stdev(found[1])
         for workers in (2, 4)
     )
-
-
-def prepared(folder: Path, name: str, nodes: int) -> Path:
-    """Return the folder of a graph, prepared by the command line."""
-    graph = folder / name
-    if graph.exists():
-        return graph
-    source: Any = ARCHIVES / name / f"{name}.npz"
-    if name == "planted":
-        source = folder / "raw"
-        edges = ["--nodes", str(nodes), "--edges", str(10 * nodes), "--num-features", "100"]
-        assert cli.main(["make", str(source), "--kind", "planted", *edges]) == 0
-    assert cli.main(["prepare", str(source), str(graph)]) == 0
-    return graph
 
 
 def train(graph: Path, run: Path, workers: int, options: str, cores: Sequence[int]) -> None:
