@@ -291,24 +291,33 @@ def work_folder() -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
+def computed(names: Iterable[str]) -> Iterator[tuple[str, Checksum | None, str, str]]:
+    """Compute entries, and yield for each its name, its value, and the outcome if it has none."""
+    with work_folder():
+        for name in names:
+            try:
+                yield name, compute(name), "", ""
+            except Exception as error:
+                outcome = "skipped" if isinstance(error, Skipped) else "failed"
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+                yield name, None, outcome, reason
+
+
 def record(file: Path, only: tuple[str, ...]) -> int:
     """Record entries; return the exit status, which is 1 if one of them failed."""
     if file.parent == harness.OWN_RESULTS:
         harness.check_code_is_committed()
     old = json.loads(file.read_text()) if file.exists() else {}
-    results: dict[str, Any] = {"seed": SEED, "machine": harness.machine()}
-    status = 0
-    with work_folder():
-        for name in NAMES:
-            if not name.startswith(only):
-                results |= {name: old[name]} if name in old else {}
-                continue
-            try:
-                results[name] = compute(name)
-                print(f"recorded {name}", flush=True)
-            except Exception as error:
-                print(f"failed   {name}: {describe(error)}", flush=True)
-                status = 1
+    status, found = 0, {}
+    for name, value, outcome, reason in computed(name for name in NAMES if name.startswith(only)):
+        print(f"{outcome or 'recorded':9}{name}{reason and ': '}{reason}", flush=True)
+        if value is None:
+            status = 1
+        else:
+            found[name] = value
+    kept = {name: value for name, value in old.items() if not name.startswith(only)} | found
+    results = {"seed": SEED, "machine": harness.machine()}
+    results |= {name: kept[name] for name in NAMES if name in kept}
     lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in results.items())
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     return status
@@ -317,23 +326,14 @@ def record(file: Path, only: tuple[str, ...]) -> int:
 def check(recorded: Mapping[str, Any]) -> int:
     """Compare entries with the recorded ones; return the exit status."""
     counts = dict.fromkeys(("equal", "differs", "failed", "skipped"), 0)
-    with work_folder():
-        for name, old in recorded.items():
-            try:
-                change = compare(old, compute(name))
-                outcome, reason = "differs" if change else "equal", change
-            except Exception as error:
-                outcome = "skipped" if isinstance(error, Skipped) else "failed"
-                reason = describe(error)
-            counts[outcome] += 1
-            print(f"{outcome:8}{name}{reason and ': '}{reason}", flush=True)
+    for name, value, outcome, reason in computed(recorded):
+        if value is not None:
+            reason = compare(recorded[name], value)
+            outcome = "differs" if reason else "equal"
+        counts[outcome] += 1
+        print(f"{outcome:8}{name}{reason and ': '}{reason}", flush=True)
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     return int(counts["differs"] + counts["failed"] > 0)
-
-
-def describe(error: Exception) -> str:
-    """Return an exception on one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
 def main(words: list[str] | None = None) -> int:

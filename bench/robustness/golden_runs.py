@@ -10,10 +10,9 @@ import json
 import multiprocessing
 import os
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
@@ -215,76 +214,45 @@ def export_typed(name: str) -> dict[str, Any]:
         return {"outputs": program(x, destinations, indptr, indices)}
 
 
-class Workers:
-    """Two processes, each of which runs the same commands as a worker."""
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipes: list[Connection] = []
-        self.processes: list[BaseProcess] = []
-        for rank in range(WORKERS):
-            mine, theirs = context.Pipe()
-            self.processes.append(context.Process(target=work, args=(theirs, rank), daemon=True))
-            self.processes[-1].start()
-            self.pipes.append(mine)
-
-    def run(self, words: list[str]) -> None:
-        """Run a command in all workers.
-
-        Raises:
-            RuntimeError: it failed, or took too long.
-        """
-        # the store outlives the workers of a run, as with torchrun
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for pipe in self.pipes:
-            pipe.send((words, store.port))
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(TIMEOUT_S):
-                raise RuntimeError(f"worker {rank} takes longer than {TIMEOUT_S:.0f} s")
-            if error := pipe.recv():
-                raise RuntimeError(f"worker {rank}: {error}")
-
-    def stop(self) -> None:
-        """End the processes."""
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-
-def work(pipe: Connection, rank: int) -> None:
-    """Run the commands of a pipe as a worker, and send their errors."""
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORKERS, "LOCAL_WORLD_SIZE": WORKERS}
-    own |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    own |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
-    os.environ.update({name: str(value) for name, value in own.items()})
-    torch.set_num_threads(1)
-    while True:
-        words, port = pipe.recv()
-        os.environ["MASTER_PORT"] = str(port)
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = main(words)
-        pipe.send(err.getvalue()[-300:] or "failed" if status else "")
-
-
-_workers: list[Workers] = []
+@cache
+def workers() -> Pool:
+    """Return the processes of the workers, which remain for all runs."""
+    return multiprocessing.get_context("spawn").Pool(WORKERS)
 
 
 def stop_workers() -> None:
     """End the processes of the workers, if they were started."""
-    while _workers:
-        _workers.pop().stop()
+    if workers.cache_info().currsize:
+        workers().terminate()
+        workers.cache_clear()
+
+
+def work(words: Sequence[str], rank: int, port: int) -> str:
+    """Run a command as a worker, and return its error."""
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORKERS, "LOCAL_WORLD_SIZE": WORKERS}
+    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    own |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
+    os.environ.update({name: str(value) for name, value in own.items()})
+    torch.set_num_threads(1)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(words)
+    return err.getvalue()[-300:] or "failed" if status else ""
 
 
 def train_on_workers(name: str) -> dict[str, Any]:
     """Return the results of a run of two workers."""
     folder = f"run-workers-{name}"
     options = arguments(OPTIONS, WORKER_RUNS[name], f"--timeout-s 60 --out {folder}")
-    if not _workers:
-        _workers.append(Workers())
+    words = ["train", prepared("nodes"), *options]
+    # the store outlives the workers of a run, as with torchrun
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    runs = [workers().apply_async(work, (words, rank, store.port)) for rank in range(WORKERS)]
     try:
-        _workers[0].run(["train", prepared("nodes"), *options])
-    except (RuntimeError, EOFError, OSError):
+        for rank, each in enumerate(runs):
+            if error := each.get(TIMEOUT_S):
+                raise RuntimeError(f"worker {rank}: {error}")
+    except (RuntimeError, multiprocessing.TimeoutError):
         stop_workers()
         raise
     return results(folder)
