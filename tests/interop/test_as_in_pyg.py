@@ -69,37 +69,6 @@ def test_num_neighbors_may_be_pygs_class(data):
         NeighborLoader(data, NumNeighbors({("a", "to", "b"): [3]}))
 
 
-TENSOR = torch.arange(EDGES)
-
-
-@pytest.mark.parametrize(
-    ("Loader", "argument"),
-    [
-        (NeighborLoader, {"input_nodes": ("paper", TENSOR)}),
-        (NeighborLoader, {"input_nodes": {"paper": TENSOR}}),
-        (NeighborLoader, {"input_time": TENSOR}),
-        (NeighborLoader, {"input_time": TENSOR.numpy()}),
-        (NeighborLoader, {"input_id": TENSOR}),
-        (NeighborLoader, {"num_neighbors": {("a", "b"): TENSOR}}),
-        (NeighborLoader, {"num_neighbors": TENSOR}),
-        (NeighborLoader, {"subgraph_type": TENSOR}),
-        (NeighborLoader, {"replace": TENSOR}),
-        (NeighborLoader, {"time_attr": TENSOR}),
-        (LinkNeighborLoader, {"edge_label_index": (("a", "to", "b"), TENSOR)}),
-        (LinkNeighborLoader, {"edge_label_index": [TENSOR, TENSOR, TENSOR]}),
-        (LinkNeighborLoader, {"edge_label": TENSOR[:5]}),
-        (LinkNeighborLoader, {"edge_label_time": TENSOR}),
-        (LinkNeighborLoader, {"neighbor_sampler": [TENSOR]}),
-    ],
-)
-def test_no_error_prints_a_tensor(data, Loader, argument):
-    with pytest.raises((TypeError, ValueError), match="\n\nhint: ") as error:
-        Loader(**({"data": data, "num_neighbors": [2]} | argument))
-    assert "tensor(" not in str(error.value)
-    assert "array(" not in str(error.value)
-    assert next(iter(argument)) in str(error.value)
-
-
 def test_pygs_layerwise_inference_accepts_the_loader(data):
     model = pyg.nn.GraphSAGE(4, hidden_channels=8, num_layers=2, out_channels=3).eval()
     loader = NeighborLoader(data, [-1], batch_size=7)

@@ -1,7 +1,6 @@
 """Times, weights, replacement, disjoint and undirected subgraphs in PyG's loaders of `Data`."""
 
 import importlib.util
-import pickle
 
 import pytest
 import torch
@@ -146,30 +145,6 @@ def test_the_default_arguments_are_sampled_without_types(data):
     ):
         assert torch.equal(mine.e_id, other.e_id)
     assert NeighborLoader(data, [3, 2], **plain)._typed is None
-
-
-@pytest.mark.parametrize("sampling", [{"time_attr": "born"}, {"replace": True}])
-def test_minibatches_depend_neither_on_threads_nor_on_resuming(data, sampling):
-    def make(threads, **options):
-        options = {"batch_size": 7, "shuffle": True, "seed": 5} | sampling | options
-        return NeighborLoader(data, [3, 2], threads=threads, **options)
-
-    whole = list(make(1))
-    for threads in (2, 4):
-        assert all(map(same, whole, make(threads)))
-    loader = make(3)
-    iterator = iter(loader)
-    for _ in range(2):
-        next(iterator)
-    state = pickle.loads(pickle.dumps(loader.state_dict()))
-    for other in (make(2), make(2, seed=None)):
-        other.load_state_dict(state)
-        assert all(map(same, other, whole[2:]))
-    for changed in ({"subgraph_type": "bidirectional"}, {"weight_attr": "weight"}):
-        with pytest.raises(ValueError, match=r"subgraph_type|weighted"):
-            make(1, **changed).load_state_dict(state)
-    with pytest.raises(ValueError, match="num_neighbors"):
-        NeighborLoader(data, [3, 2], batch_size=7, shuffle=True, seed=5).load_state_dict(state)
 
 
 def same(mine, other):

@@ -8,9 +8,7 @@ import pytest
 from gcnzc.cli import main
 from gcnzc.cli.errors import UsageError
 from gcnzc.cli.parser import parse
-from gcnzc.train import run_folder
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.options import config_to_dict
 from gcnzc.train.presets import (
     preset_names,
     read_preset,
@@ -72,23 +70,6 @@ def test_options_override_the_file_which_overrides_the_preset(tmp_path):
     config = TrainConfig(preset=name, hidden=16)
     assert (config.fanouts, config.hidden) == ((5, 10, 15), 16)
     assert replace(config, fanouts=(1, 2, 3)).fanouts == (1, 2, 3)
-
-
-def test_the_run_folder_has_the_options_and_needs_no_preset(tmp_path, monkeypatch):
-    small = {"batch_size": 64, "fanouts": (5, 5, 5)}
-    config = TrainConfig(preset="tuned/cora-gcn", data=tmp_path, **small)
-    (tmp_path / "config.json").write_text(json.dumps(config_to_dict(config)))
-
-    def gone(name):
-        raise AssertionError("read")
-
-    monkeypatch.setattr("gcnzc.train.presets.read_preset", gone)
-    assert run_folder.read_config(tmp_path) == config
-    # also of an older version, which lacks an option
-    values = config_to_dict(config)
-    del values["self_loops"]
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    assert run_folder.read_config(tmp_path) == config
 
 
 @pytest.mark.parametrize(
