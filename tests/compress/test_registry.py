@@ -14,14 +14,6 @@ from gcnzc.compress import (
     TopK,
     compression,
 )
-from gcnzc.optim import (
-    Averaged,
-    DiLoCo,
-    OneBitAdam,
-    OneBitLamb,
-    StreamingDiLoCo,
-    ZeroOneAdam,
-)
 
 
 def test_each_name_has_its_compression():
@@ -84,26 +76,3 @@ def test_dtypes_that_cannot_be_sent_are_rejected():
     for dtype in (torch.int32, torch.complex64, "float16", 5):
         with pytest.raises(ValueError, match=rf"cannot send '?{dtype}'?\n\nhint: .*bfloat16"):
             Dense(dtype)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda parameters: Averaged(torch.optim.SGD(parameters), compress="int8"),
-        lambda parameters: DiLoCo(torch.optim.SGD(parameters), compress="int8"),
-        lambda parameters: StreamingDiLoCo(torch.optim.SGD(parameters), compress="int8"),
-        lambda parameters: OneBitAdam(parameters, compress="int8"),
-        lambda parameters: ZeroOneAdam(parameters, compress="int8"),
-    ],
-)
-def test_an_optimizer_rejects_the_name_of_a_compression(make):
-    expected = r"compress='int8' is a str, not a Compression\n\nhint: .*compression\('int8'\)"
-    with pytest.raises(TypeError, match=expected):
-        make([torch.nn.Parameter(torch.zeros(3))])
-
-
-@pytest.mark.parametrize("make", [OneBitAdam, OneBitLamb, ZeroOneAdam])
-def test_an_optimizer_rejects_the_name_of_a_gradient_compression(make):
-    expected = r"^gradient_compression='int8' is a str.*\n\nhint: gradient_compression=gcnzc"
-    with pytest.raises(TypeError, match=expected):
-        make([torch.nn.Parameter(torch.zeros(3))], gradient_compression="int8")

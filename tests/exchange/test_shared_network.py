@@ -9,7 +9,6 @@ from gcnzc.exchange import (
     AllToAll,
     Choices,
     Compute,
-    Crash,
     Link,
     Now,
     Receive,
@@ -18,7 +17,6 @@ from gcnzc.exchange import (
     Start,
     Sum,
     Wait,
-    WorkerLost,
     lockstep,
 )
 
@@ -76,27 +74,6 @@ def test_a_slow_pair_leaves_its_share_to_others():
     assert results[1] == pytest.approx([9e-3 + 0.5])
 
 
-def test_a_send_ends_when_the_rest_fits_in_the_buffer():
-    link = Link(RATE, is_shared=True, buffer_bytes=300)
-
-    def several():
-        times = []
-        for num_bytes in (300, 3000):
-            yield Send(data(num_bytes), 1)
-            times.append((yield Now()))
-        return times
-
-    def take():
-        for num_bytes in (300, 3000):
-            yield Receive(data(num_bytes), 0)
-        return (yield Now())
-
-    sent, received = lockstep([several(), take()], link).results
-    # the first at once; the second when all but 300 of its bytes have left
-    assert sent == pytest.approx([0.0, 300 / RATE + 2700 / RATE])
-    assert received == pytest.approx(3300 / RATE)
-
-
 def test_the_overhead_of_a_message_occupies_the_sender():
     link = Link(RATE, message_s=0.01, is_shared=True)
     ranks = [send([1, 2], 1000), receive([0], 1000), receive([0], 1000)]
@@ -143,25 +120,3 @@ def test_sums_over_shared_links_have_the_results_of_ideal_ones(name, world_size)
                      choices=choices)  # fmt: skip
     assert sizes.seconds == shared.seconds
     assert sizes.ledgers == shared.ledgers
-
-
-def test_messages_that_have_not_left_a_crashed_rank_are_lost():
-    def take():
-        try:
-            yield Receive(data(10_000), 0)
-        except WorkerLost:
-            return (yield Now())
-
-    ranks = [send([1], 10_000), take()]
-    outcome = lockstep(ranks, SHARED, faults={0: [Crash(0.004)]})
-    assert outcome.results[1] == pytest.approx(0.004)
-    buffered = Link(RATE, is_shared=True, buffer_bytes=1e9)
-    ranks = [send([1], 10_000), receive([0], 10_000)]
-
-    def linger(algorithm):
-        yield from algorithm
-        yield Compute(1.0)
-
-    outcome = lockstep([linger(ranks[0]), ranks[1]], buffered, faults={0: [Crash(0.004)]})
-    # the operating system sends what the rank has written to the send buffer
-    assert outcome.results[1] == pytest.approx([0.01])

@@ -9,7 +9,6 @@ import torch
 
 import gcnzc
 from gcnzc.features import EmbeddingTable
-from gcnzc.optim import SparseSGD
 from gcnzc.system import row_memory
 
 
@@ -186,23 +185,6 @@ def test_saved_tables_are_loaded_bit_for_bit(tmp_path):
         EmbeddingTable.load(tmp_path / "paper.npz", "paper/rows")
     with pytest.raises(ValueError, match=r"float32 and shape \(20, 3\) as the rows"):
         own.load_state_dict({"rows": torch.zeros(20, 3)})
-
-
-def test_tables_optimizers_and_page_locks_end_in_any_order(tmp_path):
-    path = tmp_path / "rows.npy"
-    own = table(init="zeros", path=path)
-    locked = gcnzc.pinned(own.rows)
-    locked.__enter__()
-    optimizer = SparseSGD(own, lr=1.0)
-    rows = own.gather([1, 2])
-    rows.sum().backward()
-    del own
-    optimizer.step()
-    del optimizer
-    gc.collect()
-    locked.__exit__(None, None, None)
-    assert rows.shape == (2, 3)
-    assert np.load(path)[:, 0].tolist() == [0, -1, -1] + [0] * 17
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Feature tables: their sizes, their gathers, and page-locking of their memory."""
 
 import contextlib
-import ctypes
 import os
 import platform
 import time
@@ -433,20 +432,6 @@ def test_a_read_only_map_that_is_pinned_twice_is_copied_once(cuda, stored, caplo
     assert len(module._copies) == 0
     assert len(caplog.messages) == 2
     assert driver.ranges == {}
-
-
-def test_a_copy_is_shared_with_processes_that_are_forked_later(cuda, stored):
-    cuda(FakeDriver(read_only_code=801))
-    with pinned(mapped(stored)) as table:
-        with warnings.catch_warnings():
-            # torch's threads are idle, and the child asks nothing of them
-            warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
-            child = os.fork()
-        if child == 0:
-            ctypes.c_float.from_address(table.rows.data_ptr()).value = 77.0
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert table.rows[0, 0].item() == 77.0
 
 
 def test_too_little_memory_for_a_copy_is_reported(cuda, stored, monkeypatch, caplog):

@@ -222,42 +222,6 @@ def test_stragglers_delay_few_rounds(graph):
     assert full_s <= max(outcome.seconds) < 1.01 * full_s
 
 
-def test_signals_arrive_in_the_same_step_of_all_ranks():
-    times = stragglers(4, 40, seed=3)
-    ranks = [Rank(rank, 4, control_interval=4) for rank in range(4)]
-    received = [[] for _ in ranks]
-
-    def signalled(rank):
-        optimizer = ranks[rank].optimizer
-        yield from optimizer.broadcast_model_algorithm()
-        for seconds in times[rank]:
-            optimizer.signals = [rank == 2 and optimizer.steps == 10]
-            yield from ranks[rank].step(seconds)
-            if optimizer.received_signals[0]:
-                received[rank].append(optimizer.steps)
-        yield from optimizer.finalize_algorithm()
-
-    lockstep([signalled(rank) for rank in range(4)])
-    # sent in step 11, which is not one of steps 1, 5, 9, ... whose sums have signals
-    assert received == [[]] * 4
-
-    def sent_until_received(rank):
-        optimizer = ranks[rank].optimizer
-        is_sent = False
-        for seconds in times[rank]:
-            is_sent |= rank == 2 and optimizer.steps >= 50
-            optimizer.signals = [is_sent and not received[rank]]
-            yield from ranks[rank].step(seconds)
-            if optimizer.received_signals[0]:
-                received[rank].append(optimizer.steps)
-        yield from optimizer.finalize_algorithm()
-
-    lockstep([sent_until_received(rank) for rank in range(4)])
-    assert received[0]
-    assert received == [received[0]] * 4
-    assert 50 < received[0][0] <= 58 + 4
-
-
 def test_all_ranks_wait_after_each_wait_interval():
     """Other collectives of all ranks are possible there; otherwise they would never end."""
     from gcnzc.exchange.sync import all_gather_scalar

@@ -11,7 +11,7 @@ from torch import nn
 
 from bench.strategies.late_elements import KINDS, LATE, METHODS, train
 from gcnzc.exchange import Group, lockstep
-from gcnzc.optim import OneBitAdam, ZeroOneAdam, ZeroOneSchedule
+from gcnzc.optim import OneBitAdam
 
 CASES = mark_slow(
     itertools.product(KINDS, METHODS, (1e-2, 1e-3), (60, 180)),
@@ -118,26 +118,3 @@ def test_runs_resume_bit_for_bit_while_they_settle(method):
     assert not len(optimizers[0].settling)
     assert torch.equal(params[0], others[0][0])
     assert torch.equal(params[1], others[0][1])
-
-
-def test_settling_elements_of_all_ranks_are_equal_after_a_local_step_without_a_gradient():
-    params = [nn.Parameter(torch.linspace(-1, 1, 64)) for _ in range(2)]
-    schedule = ZeroOneSchedule(warmup=8, local_doubling=4, max_local_interval=8)
-    optimizers = [
-        ZeroOneAdam([each], lr=0.01, schedule=schedule, group=Group(rank, 2))
-        for rank, each in enumerate(params)
-    ]
-    generator, num_local = torch.Generator().manual_seed(0), 0
-    for number in range(60):
-        for each in params:
-            each.grad = torch.randn(64, generator=generator)
-            each.grad[10:20] *= number >= 24
-        settling = optimizers[0].settling
-        if len(settling) and optimizers[0].exchange == "nothing":
-            params[1].grad[0] = torch.nan
-        lockstep([optimizer.algorithm() for optimizer in optimizers])
-        if optimizers[1].is_momentum_unchanged:
-            assert torch.equal(params[0][settling], params[1][settling])
-            assert not torch.equal(*params)
-            num_local += 1
-    assert num_local

@@ -252,22 +252,6 @@ def test_replicas_stay_equal_with_two_collectives_per_step(world_size):
             )
 
 
-def test_a_dense_group_adds_one_collective_and_remains_lamb():
-    group = lambda model: [{"params": model[:2]}, {"params": model[2:], "compress": False}]  # noqa: E731
-    models, optimizers = made(2, group=group, warmup=3, compress=Sign())
-    plain = PlainLamb(models[0][2:], 1e-3, (0.9, 0.999), 1e-8, 0.01, (0.01, 10.0))
-    for step in range(10):
-        plain.step(
-            mean_of([gradients_of(step, rank, each)[2:] for rank, each in enumerate(models)])
-        )
-        entries = take_step(models, optimizers, step).ledgers[0].entries
-    assert sum(entry.requests for entry in entries.values()) == 3
-    assert optimizers[0].is_frozen
-    # the extras of the coded part are float32, the dense part is not
-    for found, right in zip(models[0][2:], plain.parameters, strict=True):
-        torch.testing.assert_close(found.detach(), right, rtol=1e-12, atol=1e-14)
-
-
 def test_scalings_give_all_tensors_the_same_magnitude():
     scales = [1e-4, 1.0, 1e-2, 1e-1]
     models, optimizers = made(2, warmup=4, compress=Dense(), betas=(0.9, 0.9))

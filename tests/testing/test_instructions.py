@@ -8,8 +8,6 @@ from exact_numbers import FORMATS, float_bits, from_fraction, is_finite, is_nan,
 from ptx_kernels import apply, bits_of, integers, signed
 from slow_cases import mark_slow
 
-from gcnzc.testing.faults import UnsupportedInstruction
-
 COUNT = 256
 
 
@@ -224,50 +222,6 @@ def test_mixed_precision_is_rounded_once_to_f32(kind):
     check_float_kinds(text, [kind, kind, "f32"], "f32", lambda a, b, c: a * b + c)
 
 
-def test_packed_halves():
-    for kind in ("f16", "bf16"):
-        x, y = numbers(kind, COUNT, 1), numbers(kind, COUNT, 2)
-        # the upper halves are other numbers than the lower ones
-        words = [[b << 16 | a for a, b in zip(v, v[::-1], strict=True)] for v in (x, y)]
-        for name, exact in (("add", lambda a, b: a + b), ("mul", lambda a, b: a * b), ("max", max)):
-            found = apply(f"{name}.{kind}x2 %y, %x0, %x1", ["b32"] * 2, words, "b32")
-            for word, p, q in zip(found, *words, strict=True):
-                for shift in (0, 16):
-                    a, b = (to_fraction(v >> shift & 0xFFFF, kind) for v in (p, q))
-                    bits, expected = word >> shift & 0xFFFF, from_fraction(exact(a, b), kind)
-                    assert bits == expected or (exact(a, b) == 0 and bits == 0x8000)
-        found = apply(f"neg.{kind}x2 %y, %x0", ["b32"], words[:1], "b32")
-        assert found == [word ^ 0x80008000 for word in words[0]]
-    # the upper half of an f32x2 is another number than the lower one, too
-    values = [numbers("f32", COUNT, seed) for seed in range(3)]
-    words = [[b << 32 | a for a, b in zip(v, v[::-1], strict=True)] for v in values]
-    for text, count, exact in (
-        ("add.f32x2 %y, %x0, %x1", 2, lambda a, b: a + b),
-        ("sub.rn.f32x2 %y, %x0, %x1", 2, lambda a, b: a - b),
-        ("mul.f32x2 %y, %x0, %x1", 2, lambda a, b: a * b),
-        ("fma.rn.f32x2 %y, %x0, %x1, %x2", 3, lambda a, b, c: a * b + c),
-    ):
-        found = apply(text, ["b64"] * count, words[:count], "b64")
-        for word, *parts in zip(found, *words[:count], strict=True):
-            for shift in (0, 32):
-                halves = [to_fraction(v >> shift & 0xFFFFFFFF, "f32") for v in parts]
-                bits, value = word >> shift & 0xFFFFFFFF, exact(*halves)
-                assert bits == from_fraction(value, "f32") or (value == 0 and bits == 1 << 31)
-    with pytest.raises(UnsupportedInstruction, match=r"max\.f32x2"):
-        apply("max.f32x2 %y, %x0, %x1", ["b64"] * 2, words[:2], "b64")
-    a, b = integers("b32", COUNT, 1), integers("b32", COUNT, 2)
-    for kind, name, function in (
-        ("u16x2", "add", lambda p, q: p + q),
-        ("u16x2", "max", max),
-        ("s16x2", "min", min),
-    ):
-        found = apply(f"{name}.{kind} %y, %x0, %x1", ["b32"] * 2, [a, b], "b32")
-        for word, p, q in zip(found, a, b, strict=True):
-            for shift in (0, 16):
-                halves = [as_integer(v >> shift & 0xFFFF, kind[:3]) for v in (p, q)]
-                assert word >> shift & 0xFFFF == function(*halves) & 0xFFFF
-
-
 def test_subnormal_numbers_are_flushed():
     tiny, one = float_bits(1e-39, "f32"), float_bits(1.0, "f32")
     assert apply("mul.ftz.f32 %y, %x0, %x1", ["f32"] * 2, [[tiny], [one]], "f32") == [0]
@@ -394,21 +348,6 @@ def test_conversions_between_floating_point_types():
     check_floats("cvt.sat.f32.f32 %y, %x0", "f32", 1, lambda a: min(max(a, 0), Fraction(1)))
 
 
-def test_conversions_to_pairs():
-    x, y = numbers("f32", COUNT, 1), numbers("f32", COUNT, 2)
-    for kind in ("f16", "bf16"):
-        found = apply(f"cvt.rn.{kind}x2.f32 %y, %x0, %x1", ["f32"] * 2, [x, y], "b32")
-        for word, upper, lower in zip(found, x, y, strict=True):
-            for bits, exact in ((word >> 16, upper), (word & 0xFFFF, lower)):
-                value = to_fraction(exact, "f32")
-                assert bits == from_fraction(value, kind) or (
-                    bits == 0x8000 and abs(value) < 2**-24
-                )
-    # 1.0 in the lower, and -2.0 in the upper half
-    assert apply("cvt.rn.f16x2.e4m3x2 %y, %x0", ["b16"], [[0xC038]], "b32") == [0xC0003C00]
-    assert apply("cvt.rn.f16x2.e5m2x2 %y, %x0", ["b16"], [[0xC03C]], "b32") == [0xC0003C00]
-
-
 def test_packing_and_unpacking_of_registers():
     values = [[0x1234], [0x5678]]
     assert apply("mov.b32 %y, {%x0, %x1}", ["b16"] * 2, values, "b32") == [0x56781234]
@@ -416,25 +355,3 @@ def test_packing_and_unpacking_of_registers():
     assert apply(body, ["b32"], [[0x56781234]], "b16") == [0x5678]
     body = ".reg .b32 %low, %high; mov.b64 {%low, %high}, %x0; mov.b64 %y, {%high, %low}"
     assert apply(body, ["b64"], [[0x1122334455667788]], "b64") == [0x5566778811223344]
-
-
-def test_constants():
-    for text, kind, expected in (
-        ("mov.b32 %y, -1", "b32", 2**32 - 1),
-        ("mov.b32 %y, 0x10U", "b32", 16),
-        ("mov.f32 %y, 0f3F800000", "f32", 0x3F800000),
-        ("mov.f64 %y, 0d3FF0000000000000", "f64", 0x3FF0000000000000),
-        ("add.f32 %y, 0f3F800000, 0f3F800000", "f32", 0x40000000),
-        ("mov.b16 %y, -2", "b16", 0xFFFE),
-        # a NaN keeps its bits, until an instruction computes with it
-        ("mov.f32 %y, 0f7FC00000", "f32", 0x7FC00000),
-        ("mov.f32 %y, 0fFF800001", "f32", 0xFF800001),
-        ("mov.f64 %y, 0dFFF8000000000001", "f64", 0xFFF8000000000001),
-        (
-            ".reg .pred %p; setp.eq.b32 %p, 0, 0; selp.f32 %y, 0f7FC00000, 0f00000000, %p",
-            "f32",
-            0x7FC00000,
-        ),
-        ("add.f32 %y, 0f7FC00000, 0f3F800000", "f32", 0x7FFFFFFF),
-    ):
-        assert apply(text, ["b32"], [[0]], kind) == [expected]

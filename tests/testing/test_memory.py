@@ -42,21 +42,6 @@ def test_a_narrow_load_is_extended_by_its_type():
     assert out.tolist() == [-56, 200] * 32
 
 
-@pytest.mark.parametrize(
-    ("modifiers", "policy"),
-    [("L1::evict_last.", ""), ("nc.", ""), ("L1::evict_first.L2::cache_hint.", ", %d9")],
-)
-def test_cache_modifiers_change_no_value(modifiers, policy):
-    source, out = np.arange(32, dtype=np.int32), np.zeros(32, np.int32)
-    body = f"""
-        createpolicy.fractional.L2::evict_first.b64 %d9, 1.0;
-        add.s64 %d1, %source, %at4; add.s64 %d2, %out, %at4;
-        ld.global.{modifiers}b32 %r1, [%d1]{policy}; st.global.b32 [%d2], %r1;
-    """
-    run(body, {"source": source, "out": out})
-    assert (out == source).all()
-
-
 def test_parameters_are_read_as_their_types():
     ptx = """
         .visible .entry k(.param .u64 .ptr .global .align 1 k_0, .param .u32 k_1, .param .f32 k_2)

@@ -155,23 +155,6 @@ def test_races_in_named_arguments_are_allowed():
     between_blocks("st.global.b32 [%out], 1;", detect_races=False)
 
 
-def test_a_history_of_several_readers_ends_with_a_synchronization():
-    history = AccessHistory(16)
-
-    def access(kind, owner, first):
-        array = np.array([owner])
-        return history.record(
-            kind, np.array([0]), 4, array, np.array([first]), np.array([first + 9])
-        )
-
-    assert access(Access.READ, 1, 1) is None
-    assert access(Access.READ, 2, 1) is None
-    assert access(Access.WRITE, 2, 1) == (0, "read before this instruction")
-    assert access(Access.WRITE, 12, 11) is None
-    assert access(Access.READ, 12, 11) is None
-    assert access(Access.READ, 13, 11) == (0, "write before this instruction")
-
-
 def records(num_bytes, places, kind=Access.READ, size=16):
     """A history of accesses by owner 1, and the most bytes that recording them takes."""
     tracemalloc.start()

@@ -115,24 +115,6 @@ def test_one_relation_is_gat_without_self_loops():
     torch.testing.assert_close(out, layer(block, rows, rows), **TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", [RGAT, HGT])
-def test_gradients_are_derivatives(kind):
-    graph, x = academic(), features()
-    model = make(kind, graph)
-    blocks = build_full_hetero_blocks(graph, 2, targets=[PAPER])
-    names = [graph.node_types[t] for t in model.in_types]
-    parameters = dict(model.named_parameters())
-
-    def outputs(*values):
-        rows = dict(zip(names, values, strict=False))
-        own = dict(zip(parameters, values[len(names) :], strict=True))
-        return torch.func.functional_call(model, own, (blocks, rows))
-
-    values = [x[each].requires_grad_() for each in names]
-    values += [each.detach().requires_grad_() for each in parameters.values()]
-    assert torch.autograd.gradcheck(outputs, values, fast_mode=True)
-
-
 def test_attention_dropout_keeps_the_mean():
     graph, x = academic(), features()
     model = make(RGAT, graph, attention_dropout=0.5, num_layers=1)

@@ -127,21 +127,3 @@ def test_one_relation_is_the_homogeneous_layer(name):
     torch.testing.assert_close(
         model(build_full_hetero_blocks(typed, 2), {"node": x}), plain(blocks, x), **TOLERANCE
     )
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_derivatives(name):
-    graph, x = academic(), features()
-    model = make(name, graph)
-    blocks = build_full_hetero_blocks(graph, 2, targets=[PAPER])
-    names = [graph.node_types[t] for t in model.in_types]
-    parameters = dict(model.named_parameters())
-
-    def outputs(*values):
-        rows = dict(zip(names, values, strict=False))
-        own = dict(zip(parameters, values[len(names) :], strict=True))
-        return torch.func.functional_call(model, own, (blocks, rows))
-
-    values = [x[each].requires_grad_() for each in names]
-    values += [each.detach().requires_grad_() for each in parameters.values()]
-    assert torch.autograd.gradcheck(outputs, values, fast_mode=True)
