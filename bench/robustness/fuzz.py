@@ -413,7 +413,7 @@ def change_value(random: random.Random, path: Path) -> str:
         table[key] = value
     if is_config:
         path.write_text(json.dumps(state))
-    elif isinstance(state, dict) and random.random() < 0.5:
+    elif isinstance(state, dict):
         # with a valid checksum
         checkpoint.save(path, state)
     else:

@@ -1,11 +1,10 @@
 """Compression: reducers that compute the mean of a vector over the ranks."""
 
-from gcnzc.compress.blocks import Blocks
+from gcnzc.compress.blocks import Blocks, Rounded
 from gcnzc.compress.dense import Dense
 from gcnzc.compress.random_k import RandomBlock, RandomK
 from gcnzc.compress.reducer import Compression, Reducer, WorkerInfo
 from gcnzc.compress.registry import NAMES, compression
-from gcnzc.compress.rounded import Rounded
 from gcnzc.compress.sign import Sign
 from gcnzc.compress.threshold import Threshold
 from gcnzc.compress.top_k import TopK

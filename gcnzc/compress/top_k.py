@@ -31,7 +31,7 @@ from gcnzc.compress.sparse import (
     make_trailer,
 )
 from gcnzc.compress.value_formats import (
-    check_value_format,
+    VALUE_FORMATS,
     decode_values,
     encode_values,
     value_bytes,
@@ -39,6 +39,7 @@ from gcnzc.compress.value_formats import (
 from gcnzc.exchange import Algorithm, AllGather
 from gcnzc.kernels.codec.index_codes import code_bytes, pack_indices, unpack_indices
 from gcnzc.kernels.codec.selection import Segments, select_largest
+from gcnzc.system.arguments import check_choice
 
 CHUNK = 4096
 # of the published configuration of SparseLoCo: 64 of 4096 elements
@@ -72,7 +73,7 @@ class TopK(SegmentedCompression):
     def __post_init__(self) -> None:
         check_density(self.density)
         check_per(self.per)
-        check_value_format(self.value_format)
+        check_choice("value_format", self.value_format, VALUE_FORMATS)
         is_number = isinstance(self.error_decay, int | float)
         if not is_number or not 0 < self.error_decay <= 1:
             raise ValueError(

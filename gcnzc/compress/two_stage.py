@@ -27,12 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gcnzc.compress.reducer import (
-    Compression,
-    Reducer,
-    WorkerInfo,
-    describe_non_finite,
-)
+from gcnzc.compress.reducer import Compression, Reducer, WorkerInfo, describe_non_finite
 from gcnzc.exchange import Algorithm, AllGather, AllToAll
 from gcnzc.kernels.codec.block_layout import BlockLayout
 from gcnzc.system.scalars import read_scalars

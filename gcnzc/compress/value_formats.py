@@ -7,8 +7,6 @@ is that of the other values.
 Notation: K values, S segments.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -76,12 +74,6 @@ def decode_values(code: Tensor, value_format: str, counts: Tensor, count: int) -
     )
     magnitudes = levels[2 * numbers + pairs[:, 1]]
     return torch.where(pairs[:, 0] > 0, -magnitudes, magnitudes)
-
-
-def check_value_format(value_format: str, known: Sequence[str] = VALUE_FORMATS) -> None:
-    """Check the name of a format; raises ValueError."""
-    if value_format not in known:
-        raise ValueError(f"no value format {value_format!r}\n\nhint: use one of {', '.join(known)}")
 
 
 def _sum_segments(values: Tensor, counts: Tensor) -> Tensor:

@@ -316,7 +316,6 @@ class Group:
             RuntimeError: the group is closed or not connected; another thread runs an algorithm on
                 it; or this process is a fork of the one that connected the group.
         """
-        check.check_algorithm(algorithm)
         self._check_process()
         if not self._running.acquire(blocking=False):
             check.reject_thread(self.rank)
@@ -360,8 +359,7 @@ class Group:
         reject(self.rank, self.world_size, what, is_closed=bool(self.backend))
 
     def _run_collective(self, request: Collective | Subgroup) -> Any:
-        if not isinstance(request, Collective):
-            check.check_exchange(request)
+        check.check_kind(request, check.EXCHANGE, "an algorithm yields")
         channel = self._default_channel
         return self._execute(lambda: channel.execute(request), request, channel.find_need)
 
@@ -385,8 +383,6 @@ class Group:
         return self._execute(start, request, lambda: None, is_wait=False)
 
     def _wait(self, request: Wait) -> Any:
-        if not hasattr(request.pending, "result"):
-            check.check_wait(request, lambda _: False)
         return self._execute(request.pending.result, request, request.pending.find_need)
 
     def _wait_for_first(self, request: First) -> Any:

@@ -11,16 +11,7 @@ from gcnzc.exchange.agreement import ABORT_TAG, Header, Need, message_tag
 from gcnzc.exchange.collectives.messages import as_bytes
 from gcnzc.exchange.errors import ConnectionBroken
 from gcnzc.exchange.message_checks import check_message
-from gcnzc.exchange.requests import (
-    Algorithm,
-    Message,
-    Receive,
-    ReceiveAny,
-    Scratch,
-    Send,
-    Wait,
-    check_values,
-)
+from gcnzc.exchange.requests import Algorithm, Message, Receive, ReceiveAny, Scratch, Send, Wait
 from gcnzc.exchange.started_requests import PendingAny, PendingMessage, network
 
 if TYPE_CHECKING:
@@ -138,7 +129,6 @@ class Messenger:
         Raises:
             ValueError: see `check_message`; or a `ReceiveAny` over NCCL has a tensor on a GPU.
         """
-        check_values(request)
         group, buffers = self.group, self.channel.buffers
         if group.backend == "nccl" and request.is_on_gpu and isinstance(request, ReceiveAny):
             raise ValueError(

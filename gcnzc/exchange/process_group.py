@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gcnzc.exchange.agreement import Header, Need, channel_sequence
 from gcnzc.exchange.choices import Choices
-from gcnzc.exchange.collectives.barrier import barrier
+from gcnzc.exchange.collectives.messages import send_and_wait, start_receive
 from gcnzc.exchange.collectives.subgroup import Subgroup
 from gcnzc.exchange.messenger import Messenger
-from gcnzc.exchange.request_checks import check_in_background, check_start
+from gcnzc.exchange.request_checks import EXCHANGE, STARTED, check_kind
 from gcnzc.exchange.requests import (
     BUILTIN,
     Algorithm,
@@ -27,8 +27,6 @@ from gcnzc.exchange.requests import (
     Request,
     Scratch,
     Send,
-    Start,
-    check_values,
 )
 from gcnzc.exchange.staging import StagingBuffers
 from gcnzc.exchange.started_requests import (
@@ -44,6 +42,21 @@ from gcnzc.system.streams import CudaStreams
 
 if TYPE_CHECKING:
     from gcnzc.exchange.group import Group
+
+# A barrier: all ranks wait until all have called it.
+
+
+def barrier(rank: int, world_size: int) -> Algorithm[None]:
+    """Wait until all ranks have called it, by a dissemination barrier of ⌈log2 W⌉ rounds."""
+    rounds, distance = [], 1
+    while distance < world_size:
+        before, after = (rank - distance) % world_size, (rank + distance) % world_size
+        token = torch.zeros(1, dtype=torch.uint8)
+        rounds.append((after, (yield from start_receive(token, before))))
+        distance *= 2
+    for after, receive in rounds:
+        yield from send_and_wait(torch.zeros(1, dtype=torch.uint8), after, receive)
+
 
 T = TypeVar("T")
 
@@ -189,7 +202,6 @@ class Channel:
         if isinstance(request, Generator):
             return self._start_algorithm(request)
         if isinstance(request, Message):
-            check_values(request)
             if request.is_on_gpu:
                 raise ValueError(
                     f"{request.describe()} on a channel has a tensor on a GPU\n\n"
@@ -204,9 +216,8 @@ class Channel:
             pending = Background(future, self, is_receive=True)
             self.receives.append(future)
             return pending
-        if not isinstance(request, Collective):
-            check_start(Start(request))
-        assert isinstance(request, Collective | Subgroup), "checked above"
+        check_kind(request, STARTED, "the start of")
+        assert isinstance(request, Collective | Subgroup), "messages and algorithms are above"
         if isinstance(request, Collective):
             request.check(self.group.world_size)
         is_nccl = self.group.backend == "nccl" and request.is_on_gpu
@@ -285,8 +296,7 @@ class Channel:
             answer = handlers.get(type(request), self._run_exchange)(request)
 
     def _run_exchange(self, request: Any) -> Any:
-        if not isinstance(request, Collective):
-            check_in_background(request)
+        check_kind(request, EXCHANGE, "a started algorithm yields")
         return self._run_timed(request)
 
     def execute(self, request: Collective | Subgroup, choices: Choices | None = None) -> Any:

@@ -185,7 +185,6 @@ class Message(BaseRequest, ABC):
             ValueError: the tag is not an integer of at least 0, or the values are not a contiguous
                 tensor.
         """
-        check_values(self)
         if not self.values.is_contiguous():
             raise ValueError(
                 f"{self.describe()}: the values, of shape {tuple(self.values.shape)}, are not "
@@ -476,15 +475,6 @@ def check_on_channels(request: First | Abandon, kind: type) -> None:
 def yield_request(request: Request) -> Algorithm[Any]:
     """Yield one request, and return its answer: the algorithm of a single request."""
     return (yield request)
-
-
-def check_values(request: Any) -> None:
-    """Check that the values of a request are a tensor, or `SizeOnly`; raises ValueError."""
-    if not hasattr(request.values, "is_contiguous"):
-        raise ValueError(
-            f"{type(request).__name__} of values of the type {type(request.values).__name__}\n\n"
-            "hint: give a tensor, such as torch.as_tensor(values)"
-        )
 
 
 def describe_size(num_elements: int, dtype: torch.dtype) -> str:

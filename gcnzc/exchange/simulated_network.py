@@ -74,7 +74,7 @@ class Link:
                 )
 
     @classmethod
-    def tcp(cls, mbit_per_s: float, delay_s: float = 0.0, message_s: float = MESSAGE_S) -> "Link":
+    def tcp(cls, mbit_per_s: float, delay_s: float = 0.0) -> "Link":
         """Return a link that behaves as TCP over Ethernet, in both directions.
 
         docs/benchmarks/networks.md compares it with emulated networks.
@@ -82,7 +82,6 @@ class Link:
         Args:
             mbit_per_s: rate of the Ethernet frames.
             delay_s: latency from one rank to another.
-            message_s: time of the sender's processor per message.
         """
         if not _is_number(mbit_per_s) or not mbit_per_s > 0:
             raise ValueError(
@@ -90,7 +89,7 @@ class Link:
                 "hint: give a rate above 0, such as 100"
             )
         rate = mbit_per_s * 1e6 / 8 * TCP_SHARE
-        return cls(rate, delay_s, message_s, rate, is_shared=True, buffer_bytes=SEND_BUFFER_BYTES)
+        return cls(rate, delay_s, MESSAGE_S, rate, is_shared=True, buffer_bytes=SEND_BUFFER_BYTES)
 
 
 @dataclass(frozen=True)

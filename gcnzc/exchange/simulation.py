@@ -1,24 +1,28 @@
 """The simulation of `lockstep`: tasks that take turns by their virtual time, and their messages."""
 
 import heapq
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gcnzc.exchange.agreement import mismatch
+from gcnzc.exchange.agreement import (
+    MAX_OTHERS,
+    Header,
+    RequestLog,
+    channel_sequence,
+    collective_sequence,
+    describe_other_channel,
+    find_difference,
+    mismatch,
+)
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.collectives.messages import as_bytes
 from gcnzc.exchange.collectives.subgroup import Subgroup
 from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.ledger import Ledger
-from gcnzc.exchange.request_checks import (
-    check_algorithm,
-    check_exchange,
-    check_start,
-    check_wait,
-    only_in_background,
-)
+from gcnzc.exchange.message_checks import check_message
+from gcnzc.exchange.request_checks import EXCHANGE, STARTED, check_kind
 from gcnzc.exchange.requests import (
     DEFAULT_CHANNEL,
     Abandon,
@@ -40,10 +44,6 @@ from gcnzc.exchange.requests import (
     yield_request,
 )
 from gcnzc.exchange.shared_network import SharedNetwork
-from gcnzc.exchange.simulated_any_receives import SimulatedAnyReceives
-from gcnzc.exchange.simulated_channels import SimulatedChannels
-from gcnzc.exchange.simulated_logs import SimulatedLogs
-from gcnzc.exchange.simulated_losses import SimulatedLosses
 from gcnzc.exchange.simulated_network import Fault, Machine, SimulatedNetwork
 from gcnzc.exchange.simulated_store import SimulatedStore
 from gcnzc.exchange.simulated_tasks import (
@@ -59,9 +59,265 @@ from gcnzc.exchange.simulated_tasks import (
 )
 from gcnzc.exchange.size_only import SizeOnly
 
+if TYPE_CHECKING:
+    from gcnzc.exchange.simulated_tasks import Task
+
+# The ranks and connections that a simulation has lost.
+
+
+class SimulatedLosses:
+    """Ends ranks that crash or fail, and breaks connections.
+
+    Args:
+        simulation: has the tasks of the ranks.
+    """
+
+    def __init__(self, simulation: "Simulation") -> None:
+        self.simulation = simulation
+        self.broken: dict[int | tuple[int, str | None], tuple[float, WorkerLost]] = {}
+        """by rank, or rank and channel of collectives, when its connections broke, and why"""
+
+    def crash(self, rank: int, at: float) -> None:
+        """End a rank that has not ended before."""
+        if self.simulation.main_tasks[rank].is_done:
+            return
+        error = WorkerLost(f"rank {rank} crashed at {at:g} s of the simulation")
+        self.simulation.main_tasks[rank].now, self.simulation.main_tasks[rank].answer = at, None
+        self.lose(rank, at, error)
+
+    def lose(self, rank: int, at: float, error: WorkerLost) -> None:
+        """End all tasks of a rank, and break its connections."""
+        self.simulation.errors[rank] = error
+        if self.simulation.shared:
+            self.simulation.shared.crash(rank)
+        for task in [each for each in self.simulation.tasks if each.rank == rank]:
+            task.is_done = True
+            del self.simulation.tasks[task]
+        self.disconnect(rank, None, at, error, is_whole_rank=True)
+
+    def disconnect(
+        self, rank: int, channel: str | None, at: float, error: WorkerLost, *,
+        is_whole_rank: bool = False,
+    ) -> None:  # fmt: skip
+        """Break the connections of a rank, or those of the collectives of one of its channels.
+
+        Tasks of other ranks that wait for them raise an error after the latency.
+        """
+        key = rank if is_whole_rank else (rank, channel)
+        if key in self.broken:
+            return
+        self.broken[key] = at, error
+        delay_s = self.simulation.network.of_rank[rank].delay_s
+        for task in list(self.simulation.tasks):
+            pending = task.waits_for
+            if isinstance(pending, StartedReceive):
+                message = pending.message
+                # a message that is on its way arrives
+                is_waiting = message is None or message.sent_at > at
+            else:
+                is_waiting = isinstance(pending, SentMessage)
+            if is_waiting and pending.peer == rank and self.is_lost(task, rank):
+                task.error = self.lost_error(task, pending.request, rank)
+                pending.waiter = None
+                self.simulation.resume(task, at + delay_s)
+
+    def is_lost(self, task: Task, peer: int) -> bool:
+        """Return whether a task has no connection to a rank any more."""
+        return peer in self.broken or bool(task.kind and (peer, task.channel) in self.broken)
+
+    def lost_error(self, task: Task, request: Message, peer: int) -> WorkerLost:
+        """Return the error of a request whose peer is not connected."""
+        at, error = self.broken.get(peer) or self.broken[peer, task.channel]
+        return WorkerLost(
+            f"rank {task.rank} waited for {request.describe()}, whose connections broke at "
+            f"{at:g} s: {error}"
+        )
+
+
+# The headers of the requests of simulated ranks.
+
+
+class SimulatedLogs:
+    """The requests that each rank has made, which are compared when a rank makes another one."""
+
+    def __init__(self, world_size: int) -> None:
+        self.logs = [RequestLog(rank) for rank in range(world_size)]
+
+    def check_collective(
+        self,
+        rank: int,
+        caller: str,
+        channel: str | None,
+        request: Collective | Subgroup,
+        ranks: Sequence[int],
+    ) -> None:
+        """Compare a collective with the same request of ranks that have made it already.
+
+        Raises:
+            RequestMismatch: they differ.
+        """
+        header = self.logs[rank].record_collective(channel or "", request, caller)
+        self._check(rank, collective_sequence(channel or "", request), header, ranks)
+
+    def check_message(self, task: Task, message: Send | Receive, channel: str | None) -> str:
+        """Check a message, and compare it with the request of its peer if there is one.
+
+        Returns:
+            The name of its sequence; a message with a tag matches any of its sequence.
+        """
+        check_message(message, task.rank, len(self.logs))
+        sequence = message.sequence(task.rank, channel or "", task.caller)
+        if message.tag is None:
+            header = self.logs[task.rank].record_message(message, task.caller, channel or "")
+            self._check(task.rank, sequence, header, [message.peer])
+        return sequence
+
+    def check_channel(self, rank: int, caller: str, channel: str) -> None:
+        """Compare the opening of a channel with ranks that have opened as many channels.
+
+        Raises:
+            RequestMismatch: such a rank has opened another one.
+        """
+        sequence = channel_sequence("")
+        words = f"the opening of channel {channel}"
+        header = self.logs[rank].record(sequence, words, caller=caller)
+        self._check(rank, sequence, header, range(len(self.logs)))
+
+    def _check(self, rank: int, sequence: str, header: Header, peers: Sequence[int]) -> None:
+        """Raise a RequestMismatch if a request differs from that of a peer that made it before."""
+        for peer in peers:
+            other = None if peer == rank else self.logs[peer].find(sequence, header.number)
+            if other is not None:
+                difference = find_difference((peer, rank), sequence, other, header)
+                if difference:
+                    raise mismatch(difference)
+                if not header.sent and not header.expected:
+                    # the header equals those of all ranks that have made the request
+                    return
+
+
+# The receives from any rank of a simulation.
+
+
+class SimulatedAnyReceives:
+    """Matches receives from any rank with messages.
+
+    Args:
+        simulation: has the messages without a receive.
+    """
+
+    def __init__(self, simulation: "Simulation") -> None:
+        self.simulation = simulation
+        self.waiting: dict[Any, deque[StartedReceive]] = {}
+        """the receives without a message, by receiver, channel, header and caller"""
+
+    def start(self, task: Task, request: ReceiveAny) -> StartedReceive:
+        """Start a receive, and match it with the message that was sent first."""
+        request.check()
+        receive, channel, mailboxes = StartedReceive(request), task.channel, []
+        for sender in range(self.simulation.world_size):
+            name = request.name_sequence(sender, task.rank, channel or "", task.caller)
+            mailbox = self.simulation.mailboxes.get((sender, task.rank, channel, name))
+            if mailbox is not None and mailbox.messages:
+                mailboxes.append(mailbox)
+        if mailboxes:
+            first = min(mailboxes, key=lambda mailbox: mailbox.messages[0].number)
+            self.simulation.match_sent(first.messages.popleft(), receive, task.now)
+        else:
+            key = task.rank, channel, request.describe_header()[0], task.caller
+            self.waiting.setdefault(key, deque()).append(receive)
+        return receive
+
+    def match(self, task: Task, message: SentMessage, channel: str | None) -> bool:
+        """Match a message of a task with a receive; return whether there is one."""
+        key = message.peer, channel, message.request.describe_header()[0], task.caller
+        receives = self.waiting.get(key)
+        if not receives:
+            return False
+        self.simulation.match(message, receives.popleft(), task.now)
+        if not receives:
+            del self.waiting[key]
+        return True
+
+    def fail_waits(self, at: float) -> bool:
+        """Raise an error in the tasks that wait for a message, when no task can continue.
+
+        Returns:
+            Whether there was such a task. There is none if no rank has ended with an error.
+        """
+        error = next((each for each in self.simulation.errors if each is not None), None)
+        receives = [each for receives in self.waiting.values() for each in receives]
+        is_lost = False
+        for receive in receives if error is not None else ():
+            task, receive.waiter = receive.waiter, None
+            if task is not None and not task.is_done:
+                task.error = WorkerLost(
+                    f"rank {task.rank} waited for {receive.request.describe()}, which no rank has "
+                    f"sent: {error}"
+                )
+                self.simulation.resume(task, at)
+                is_lost = True
+        return is_lost
+
+
+# The channels that the ranks of a simulation have opened.
+
+
+class SimulatedChannels:
+    """Checks that all ranks open the same channels in the same order.
+
+    A rank opens a channel by its first request on it. Processes wait until all of them have opened
+    it; the simulation takes no time for it.
+
+    Args:
+        simulation: has the requests of the ranks.
+    """
+
+    def __init__(self, simulation: "Simulation") -> None:
+        self.simulation = simulation
+        self.opened: list[list[str]] = [[] for _ in range(simulation.world_size)]
+        """by rank, the channels in the order in which the rank has opened them"""
+
+    def open(self, task: "Task", channel: str) -> None:
+        """Open a channel, unless the rank has opened it before.
+
+        Raises:
+            RequestMismatch: another rank has opened another channel, or made another request.
+        """
+        simulation, opened = self.simulation, self.opened[task.rank]
+        if simulation.world_size == 1 or channel in opened:
+            return
+        opened.append(channel)
+        simulation.logs.check_channel(task.rank, task.caller, channel)
+
+    def describe_missing(self) -> list[str]:
+        """Describe which ranks have not opened a channel at the end; empty if a rank has failed."""
+        if any(self.simulation.errors):
+            return []
+        longest = max(self.opened, key=len, default=[])
+        return [
+            f"rank {self.opened.index(longest)} opens channel {longest[len(opened)]}, and rank "
+            f"{rank} does not"
+            for rank, opened in enumerate(self.opened)
+            if len(opened) < len(longest)
+        ]
+
+    def describe_other(self) -> list[str]:
+        """Describe messages that were sent on one channel while their receiver waits on another."""
+        mailboxes, expected = self.simulation.mailboxes, defaultdict(list)
+        for (sender, receiver, _, sequence), mailbox in mailboxes.items():
+            if mailbox.receives:
+                expected[sender, receiver].append(sequence)
+        found = (
+            describe_other_channel(sequence, other, (sender, receiver))
+            for (sender, receiver, _, sequence), mailbox in mailboxes.items()
+            if mailbox.messages
+            for other in expected[sender, receiver]
+        )
+        return [each for each in found if each][:MAX_OTHERS]
+
+
 RECEIVES = (Receive, ReceiveAny)
-# the answers of `Start`
-HANDLES = (Task, StartedReceive, SentMessage)
 
 
 class Simulation:
@@ -82,8 +338,6 @@ class Simulation:
         faults: Mapping[int, Sequence[Fault]],
         store_s: float = 0.0,
     ) -> None:
-        for each in algorithms:
-            check_algorithm(each)
         self.world_size = len(algorithms)
         self.network, self.choices = network, choices
         for rank in faults:
@@ -261,8 +515,8 @@ class Simulation:
 
     def start(self, task: Task, request: Start) -> bool:
         """Answer a `Start`."""
-        check_start(request)
         started = request.request
+        check_kind(started, STARTED, "the start of")
         kind = type(started)
         if request.channel or not issubclass(kind, Message):
             self.channels.open(task, request.channel or DEFAULT_CHANNEL)
@@ -286,7 +540,6 @@ class Simulation:
 
     def wait(self, task: Task, request: Wait) -> bool:
         """Answer a `Wait`, now or later."""
-        check_wait(request, lambda pending: isinstance(pending, HANDLES))
         pending = request.pending
         kind = type(pending)
         if kind is StartedReceive:
@@ -333,7 +586,7 @@ class Simulation:
 
     def begin_collective(self, task: Task, request: Any) -> bool:
         """Continue with the messages of a collective."""
-        check_exchange(request)
+        check_kind(request, EXCHANGE, "an algorithm yields")
         task.kind, task.sequence = request.name, ""
         if isinstance(request, Subgroup):
             task.sequence = request.sequence(task.channel or "")
@@ -482,3 +735,18 @@ class Simulation:
             return True
         task.waits_for, pending.waiter = pending, task
         return False
+
+
+def only_in_background(algorithm: Algorithm[Any]) -> Algorithm[Any]:
+    """Check each request of a started algorithm, and return its result."""
+    answer, lost = None, None
+    while True:
+        try:
+            request = algorithm.send(answer) if lost is None else algorithm.throw(lost)
+        except StopIteration as stop:
+            return stop.value
+        check_kind(request, EXCHANGE | Scratch | Compute, "a started algorithm yields")
+        try:
+            answer, lost = (yield request), None
+        except WorkerLost as error:
+            lost = error

@@ -209,21 +209,18 @@ def random_words(seed: int, round: int, count: int, stream: int = 0) -> NDArray[
     return np.asarray(generator.random_raw(count), dtype=np.uint64)
 
 
-def random_matching(
-    world_size: int, seed: int, *, round: int, edges: Sequence[Edge] | None = None
-) -> list[Edge]:
-    """Return a random matching that cannot be extended by an edge of the graph.
+def random_matching(world_size: int, seed: int, *, round: int) -> list[Edge]:
+    """Return a random matching that cannot be extended by a pair of ranks.
+
+    With an odd W, rank `round` mod W is idle, so that the ranks are idle in turn.
 
     Args:
         world_size: W.
         seed: random seed of the order in which edges are added.
         round: the number of the matching.
-        edges: the graph; None for all pairs. With an odd W, rank `round` mod W is then idle, so
-            that the ranks are idle in turn.
     """
     idle = idle_rank(world_size, round)
-    if edges is None:
-        edges = [edge for edge in complete(world_size) if idle not in edge]
+    edges = [edge for edge in complete(world_size) if idle not in edge]
     return _greedy_matching(edges, random_words(seed, round, len(edges)))
 
 

@@ -5,33 +5,31 @@ send, are a number that shows whether the ranks differ (see `Comparison.bit`), a
 which are flags such as a request to stop.
 """
 
+import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, overload
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from gcnzc.compress import Reducer
-from gcnzc.exchange import (
-    Algorithm,
-    Caller,
-    Group,
-    RequestMismatch,
-    WorkerLost,
-    current_group,
-    run,
-)
+from gcnzc.exchange import Algorithm, Caller, Group, RequestMismatch, WorkerLost, current_group, run
 from gcnzc.exchange.layout import describe_layout
-from gcnzc.exchange.sync import broadcast, check_same, dense_buffers
+from gcnzc.exchange.sync import broadcast, check_same, dense_buffers, synchronize_buffers
 from gcnzc.optim.caller import identify_caller
+from gcnzc.optim.checkpointed import Checkpointed
 from gcnzc.optim.checksums import Checksums
-from gcnzc.optim.contribution import MAX_SIGNALS, Contribution
-from gcnzc.optim.finalization import finalize_replicas
+from gcnzc.optim.ddp import check_no_average, find_ddp
 from gcnzc.optim.group_options import (
     CALL,
     NORMS,
     Comparison,
+    check_same_flags,
     find_difference_by_store,
     names_in_model,
     option_key,
@@ -40,15 +38,247 @@ from gcnzc.optim.group_options import (
     trained_lines,
 )
 from gcnzc.optim.late_phase import SHORTER_WARMUP, late_step, warn_of_late_phase
-from gcnzc.optim.recorded_parameters import RecordedParameters
-from gcnzc.optim.scaling import report_overflow
 from gcnzc.optim.validation import (
+    check_at_least_zero,
     check_count,
     check_group,
     check_inner_options,
     check_module,
     check_parameters,
 )
+from gcnzc.system.arguments import check_flag, check_kind, describe
+
+# The parameters of an optimizer, and what they were when it was constructed.
+
+
+class RecordedParameters(Checkpointed):
+    """The part of `DistributedOptimizer` that detects changed parameters, and DDP.
+
+    Subclasses call `record_parameters` in their constructors.
+    """
+
+    initial_requires_grad: list[bool]
+    """`requires_grad` of all parameters when the optimizer was constructed; `Averaged` updates it
+    when all ranks have changed the same parameters"""
+    initial_dtypes: list[torch.dtype]
+    """the dtype of each parameter, recorded together with `initial_layouts`"""
+    initial_layouts: list[tuple[torch.Size, torch.dtype, torch.device]]
+    """the shape, dtype and device of each parameter when `record_parameters` was called last"""
+    accepts_ddp = True
+    """whether DistributedDataParallel with `keep_gradients_local` may wrap the model"""
+    # objects of `find_ddp` in the first step, and what `check_no_average` returned for them
+    _ddps: WeakKeyDictionary[DistributedDataParallel, list[int] | None] | None = None
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of all groups, including frozen ones, named by their positions."""
+        for number, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                yield f"group {number}, parameter {index}", parameter
+
+    def requires_grad_flags(self) -> list[bool]:
+        """The current `requires_grad` of each parameter of `named_parameters`, in that order."""
+        return [each.requires_grad for group in self.param_groups for each in group["params"]]
+
+    def record_parameters(self) -> None:
+        """Record `requires_grad` and the layout of the current parameters."""
+        self.initial_requires_grad = self.requires_grad_flags()
+        self.initial_layouts = [
+            (each.shape, each.dtype, each.device) for _, each in self.named_parameters()
+        ]
+        self.initial_dtypes = [dtype for _, dtype, _ in self.initial_layouts]
+
+    def check_trainable(self) -> None:
+        """Check that the parameters have the same `requires_grad` as at the construction.
+
+        With several ranks it is called after a comparison, so that all ranks raise the error.
+
+        Raises:
+            ValueError: a parameter was frozen, unfrozen, added or removed.
+        """
+        names = [name for name, _ in self.named_parameters()]
+        check_same_flags(self.name, self.requires_grad_flags(), self.initial_requires_grad, names)
+
+    def check_layouts(self) -> None:
+        """Check that the parameters have the same layouts as at the construction.
+
+        It would take time in each step, so it is called only if a dtype has changed, as by
+        `model.half()`, or after an error.
+
+        Raises:
+            ValueError: the shape, dtype or device of a parameter has changed.
+        """
+        pairs = zip(self.named_parameters(), self.initial_layouts, strict=False)
+        for (name, parameter), before in pairs:
+            now = parameter.shape, parameter.dtype, parameter.device
+            if now != before:
+                found, expected = (
+                    f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in (now, before)
+                )
+                raise ValueError(
+                    f"{name} is {found} now, but was {expected} when {self.name} was constructed"
+                    "\n\nhint: change the shape, dtype and device of parameters before "
+                    "constructing the optimizer, and their values in place, as with copy_"
+                )
+
+    def check_ddp(self) -> None:
+        """Check that DistributedDataParallel has not averaged this rank's gradients.
+
+        Raises:
+            ValueError: it has, or `DropCompute` trains such a model.
+        """
+        if self._ddps is None:
+            parameters = (each for _, each in self.named_parameters())
+            self._ddps = WeakKeyDictionary(dict.fromkeys(find_ddp(parameters, self.group)))
+        for ddp, times in self._ddps.items():
+            self._ddps[ddp] = check_no_average(ddp, times, self.name, accepts_hook=self.accepts_ddp)
+
+
+# What a rank adds to exchanges besides its gradients or parameters: its weight and its signals.
+
+
+MAX_SIGNALS = 1000
+"""the largest number of signals, since every exchange has a number for each"""
+
+
+class Contribution:
+    """The attributes `weight` and `signals` of an optimizer; setting invalid values is an error."""
+
+    _weight: float
+    _signals: list[bool]
+    received_signals: list[bool]
+
+    @property
+    def weight(self) -> float:
+        """The factor of this rank's gradients in means and in local steps.
+
+        `step` does not reset it. If batch sizes differ between ranks, set it before each `step` to
+        this rank's number of samples divided by the mean number over the ranks. The mean of the
+        weights should be 1, because means divide by the number of ranks. Means of parameters are
+        not weighted.
+
+        Raises:
+            ValueError: it is set to anything but a finite number of at least 0.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, value: float) -> None:
+        check_at_least_zero("weight", value)
+        self._weight = float(value)
+
+    @property
+    def signals(self) -> list[bool]:
+        """This rank's flags for the next exchange, such as a request to stop.
+
+        Raises:
+            TypeError: they are set to anything but a list of flags.
+            ValueError: they are set to another number of flags than the constructor got.
+        """
+        return self._signals
+
+    @signals.setter
+    def signals(self, values: Sequence[bool]) -> None:
+        count = len(self.received_signals)
+        check_kind("signals", values, (list, tuple), f"a list of {count} flags")
+        if len(values) != count:
+            raise ValueError(
+                f"signals is {describe(values)}, but the optimizer was constructed with "
+                f"signals={count}\n\nhint: give the constructor signals={len(values)} on all ranks"
+            )
+        self._signals = [check_flag(f"signals[{index}]", each) for index, each in enumerate(values)]
+
+    def gradient_factor(self) -> float | Tensor:
+        """Return the factor of this rank's gradients in the mean over the ranks.
+
+        This is the rank's weight. With GradScaler it is a tensor () of float64 on the device of the
+        scale: the weight divided by the scale, or NaN if GradScaler found a gradient that is not
+        finite. NaN marks the gradient as not finite, even if it was clipped later.
+        """
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is None and found_inf is None:
+            return self._weight
+        if not isinstance(found_inf, Tensor):
+            # GradScaler sets the number 0 on a rank without gradients
+            found_inf = torch.zeros((), device=None if scale is None else scale.device)
+        if scale is None:
+            scale = torch.ones_like(found_inf)
+        factor = self._weight / scale.double()
+        return factor.masked_fill(found_inf.to(factor.device) > 0, torch.nan)
+
+    def scale_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Multiply gradients in place by this rank's weight divided by GradScaler's scale."""
+        scale = getattr(self, "grad_scale", None)
+        factor: float | Tensor = self._weight
+        if scale is not None:
+            # a scale on a GPU is not read, because reading it synchronizes with the GPU
+            factor = self._weight / (float(scale) if scale.device.type == "cpu" else scale.double())
+        is_needed = isinstance(factor, Tensor) or factor != 1.0
+        for parameter in parameters if is_needed else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+
+# Make the replicas equal after the last step, and verify that they are.
+
+
+def finalize_replicas(optimizer: "DistributedOptimizer") -> Algorithm[None]:
+    """Return the communication and computation of `DistributedOptimizer.finalize`.
+
+    Raises:
+        ValueError: see there; raised on all ranks.
+    """
+    yield from optimizer.broadcast_model_algorithm()
+    has_peers = optimizer.group.world_size > 1
+    if has_peers:
+        # compare even if no bit has differed: since the last exchange the ranks may have taken
+        # different numbers of steps
+        optimizer.comparison.is_due = True
+        # the parameters are compared below, because the last synchronization may change them
+        optimizer.checksums.renew(None)
+        yield from optimizer.compare_algorithm()
+    if reason := (yield from optimizer.finish()):
+        effect = ", so the ranks have different parameters" if has_peers else ""
+        raise ValueError(
+            f"the last synchronization failed{effect}: {reason}"
+            "\n\nhint: load an earlier checkpoint, and continue with a smaller learning rate or "
+            "with gradient clipping; `optimizer.skip_reason` after each step shows the first one "
+            "that was skipped, and why"
+        )
+    if has_peers:
+        named = optimizer.name_parameters()
+        optimizer.checksums.renew(named)
+        yield from optimizer.checksums.check_equal(named)
+        if optimizer.module is not None:
+            yield from synchronize_buffers(optimizer.module)
+
+
+# Report to `torch.amp.GradScaler` that all ranks skipped a step.
+
+
+_STEP = inspect.unwrap(GradScaler.step).__code__
+
+
+def report_overflow(optimizer: Optimizer) -> None:
+    """Record an overflow in the GradScaler that is taking this optimizer's step, if there is one.
+
+    A GradScaler lowers its scale only after an overflow on its own rank. All ranks have skipped the
+    step, so all must lower their scales, or the scales diverge. GradScaler gives the optimizer only
+    copies of its flags, and a reference to itself only with a deprecation warning. This function
+    therefore looks it up in the call stack. With a version of torch where it is not found there,
+    the scales may differ; gradients remain correct, because each rank divides by its own scale.
+
+    Args:
+        optimizer: whose `step` is being called.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _STEP and frame.f_locals.get("optimizer") is optimizer:
+            scaler: GradScaler = frame.f_locals["self"]
+            for found_inf in scaler._found_inf_per_device(optimizer).values():
+                found_inf.fill_(1.0)
+            return
+        frame = frame.f_back
+
 
 T = TypeVar("T")
 

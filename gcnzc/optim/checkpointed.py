@@ -10,12 +10,7 @@ from torch.optim import Optimizer
 from gcnzc.compress import Reducer
 from gcnzc.exchange import Group
 from gcnzc.optim.group_options import Comparison, format_norms
-from gcnzc.optim.resize import (
-    check_mapping,
-    check_state_dict_options,
-    pack_state,
-    unpack_state,
-)
+from gcnzc.optim.resize import check_mapping, check_state_dict_options, pack_state, unpack_state
 from gcnzc.optim.state_layout import check_layout, check_param_groups, check_section
 from gcnzc.optim.validation import check_rank
 
@@ -141,11 +136,11 @@ class Checkpointed(Optimizer):
             ValueError: it is of another rank, number of ranks, or layout of the parameters, or a
                 section is missing or not a mapping.
         """
-        check_mapping(snapshot, "shared", "local", "shards", "errors", "rank", "world_size")
+        check_mapping(
+            snapshot, "shared", "local", "shards", "errors", "layout", "rank", "world_size"
+        )
         for name in ("shared", "local", "shards", "errors"):
             check_section(snapshot, name)
         check_section(snapshot["shared"], "numbers")
         check_rank(snapshot, self.group)
-        layout = self.state_layout()
-        # states of older versions have none
-        check_layout(layout, snapshot.get("layout", layout))
+        check_layout(self.state_layout(), snapshot["layout"])

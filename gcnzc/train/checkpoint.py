@@ -18,10 +18,6 @@ from torch import Tensor
 
 from gcnzc._files import replacing
 
-# the last record of a zip archive: signature, 16 bytes, length of the comment, comment
-END_MARK, END_BYTES = b"PK\5\6", 22
-
-
 LABEL = b"gcnzc sha256 "
 
 
@@ -60,14 +56,11 @@ def _sealed(data: bytes) -> tuple[memoryview, bytes]:
 
 
 def _check_seal(data: bytes, path: Path) -> None:
-    """Verify the checksum; files of older versions have none, and no comment.
+    """Verify the checksum.
 
     Raises:
-        ValueError: the checksum does not match.
+        ValueError: it does not match.
     """
-    end = data[-END_BYTES:]
-    if end.startswith(END_MARK) and end.endswith(b"\0\0"):
-        return
     size = max(len(data) - SEAL_BYTES + len(LABEL), 0)
     if data[size:] != hashlib.sha256(memoryview(data)[:size]).hexdigest().encode():
         raise ValueError(
@@ -159,10 +152,8 @@ def from_bytes(data: bytes, path: Path, needed: Mapping[str, type] | None = None
         raise ValueError(
             f"{path} is not a checkpoint of gcnzc, or is damaged: {reason}\n\n{RESTORE}"
         ) from error
-    if not isinstance(state, dict):
-        raise ValueError(_not_ours(path, f"it holds a {type(state).__name__}, not a dict"))
     check_keys(state, needed or {}, path)
-    return state
+    return dict(state)
 
 
 def check_keys(state: Mapping[str, Any], needed: Mapping[str, type], path: Path) -> None:

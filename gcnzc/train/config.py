@@ -18,27 +18,25 @@ from gcnzc.train.evaluation_options import (
 )
 from gcnzc.train.given_options import given_options, remember_given
 from gcnzc.train.hetero_options import HETERO_MODELS, HeteroOptions, check_hetero
-from gcnzc.train.learning_options import (
-    AverageOptions,
-    LearningRateOptions,
-    LossOptions,
-    PrecisionOptions,
-)
 from gcnzc.train.model_options import ModelOptions
 from gcnzc.train.optimizer_options import OptimizerOptions
 from gcnzc.train.option_groups import (
     DEFAULT_FANOUTS,
+    AverageOptions,
     CorrectAndSmoothOptions,
     DataOptions,
     FeatureOptions,
+    LearningRateOptions,
     LoaderOptions,
+    LossOptions,
     Metric,
     OutputOptions,
+    PrecisionOptions,
     ScheduleOptions,
     TaskOptions,
     WorkerOptions,
 )
-from gcnzc.train.options import Fanouts, at_least, check_fanouts, option_name
+from gcnzc.train.options import Fanouts, at_least, check_layer_fanouts, option_name
 from gcnzc.train.presets import accept_preset
 from gcnzc.train.strategies import choose_accumulate, choose_lr, choose_optimizer
 from gcnzc.train.strategy_checks import check_strategy
@@ -184,7 +182,7 @@ class EvaluateConfig(CorrectAndSmoothOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.evaluate_fanouts:
-            check_fanouts(self.evaluate_fanouts)
+            check_layer_fanouts(self.evaluate_fanouts)
             if self.evaluate not in ("sampled", "auto"):
                 raise ValueError(
                     f"--evaluate-fanouts has no effect with --evaluate {self.evaluate}\n\n"

@@ -165,10 +165,9 @@ class EpochStats:
         for name in SUMS:
             getattr(self, name).fill_(state[name])
         for name in COUNTS:
-            # checkpoints of older versions do not have every count
-            setattr(self, name, state.get(name, 0))
+            setattr(self, name, state[name])
         self.seeds_checksum %= 2**64
-        self.seconds = Seconds(dict.fromkeys(TIMES, 0.0) | state["times"])
+        self.seconds = Seconds(dict(state["times"]))
 
 
 def sum_stats(tallies: Sequence[EpochStats]) -> EpochStats:

@@ -111,7 +111,7 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         check_features(data, source)
     device = choose_device(config.device)
     task = build_task(trained, data)
-    schema = read_schema(config.run, trained)
+    schema = read_schema(config.run)
     check_names(schema, data, source)
     if isinstance(data, HeteroDataset) and trained.task == "node":
         own = schema_of(data)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from gcnzc.train.options import Fanouts, Options, check_fanouts
+from gcnzc.train.options import Fanouts, Options, check_layer_fanouts
 
 Method: TypeAlias = Literal["exact", "needed", "sampled", "auto"]
 
@@ -24,7 +24,7 @@ class EvaluationOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.evaluate_fanouts:
-            check_fanouts(self.evaluate_fanouts)
+            check_layer_fanouts(self.evaluate_fanouts)
 
 
 def check_samples(fanouts: tuple[int, ...]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from gcnzc.train.options import Options, at_least, option_name
+from gcnzc.train.options import Options, check_least, option_name
 
 # the values of --model that are for graphs with several types of nodes and edges
 HETERO_MODELS = ("rgcn", "rgat", "hgt", "hetero-sage")
@@ -60,17 +60,14 @@ class HeteroOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(1, "embedding_dim", self.embedding_dim)
-        if isinstance(self.evaluate_negatives, int):
-            at_least(1, "evaluate_negatives", self.evaluate_negatives)
-        at_least(0, "valid_edges", self.valid_edges)
-        at_least(0, "test_edges", self.test_edges)
+        check_least(
+            self, embedding_dim=1, evaluate_negatives=1, valid_edges=0, test_edges=0, embedding_lr=0
+        )
         if not self.valid_edges + self.test_edges < 1:
             raise ValueError(
                 f"--valid-edges {self.valid_edges:g} and --test-edges {self.test_edges:g} leave no "
                 "edges to train on\n\nhint: their sum is below 1"
             )
-        at_least(0, "embedding_lr", self.embedding_lr)
 
 
 # options that do not apply to heterogeneous graphs: the values that a run accepts, and the reason

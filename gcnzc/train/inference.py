@@ -8,7 +8,9 @@ Notation: N nodes, M requested nodes.
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,13 +27,8 @@ from gcnzc.models.stack import Model, check_columns, parameter_dtype
 from gcnzc.sampling.neighbor import check_graph, check_seeds
 from gcnzc.system.arguments import IdsLike, check_callable, check_device, check_integer, check_kind
 from gcnzc.system.host_memory import available_bytes
+from gcnzc.train.label_inputs import LabelledTable
 from gcnzc.train.layerwise import ranges
-from gcnzc.train.layerwise.fingerprint import (
-    checksum,
-    fingerprint_of_graph,
-    fingerprint_of_model,
-    fingerprint_of_table,
-)
 from gcnzc.train.layerwise.layer import FullLayer, gather_rows
 from gcnzc.train.layerwise.ranges import (
     BATCH_NODES,
@@ -47,6 +44,72 @@ from gcnzc.train.layerwise.scratch import Scratch, open_scratch
 from gcnzc.train.layerwise.stored_rows import StoredRows
 from gcnzc.train.layerwise.streamed_layer import StreamedLayer
 from gcnzc.train.layerwise.workers import MemoryRows, Workers
+
+# Checksums of models, graphs and features, which identify the rows stored for them.
+
+
+# tensors are read in chunks, which threads checksum in parallel, and of which few are in memory
+CHUNK_BYTES = 1 << 24
+
+
+def fingerprint_of_model(model: Model) -> str:
+    """Return a checksum of a model's structure, parameters and buffers."""
+    activation = getattr(model.activate, "__qualname__", repr(model.activate))
+    order = model.pre_norm, model.pre_activation, model.adds_input, model.jumping
+    structure = repr(model), activation, *order
+    digest = hashlib.sha256(repr(structure).encode())
+    for name, value in model.state_dict().items():
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)} {checksum(value)}".encode())
+    return digest.hexdigest()
+
+
+def fingerprint_of_graph(graph: Graph) -> str:
+    """Return a checksum of a graph's edges; all of them are read."""
+    return _of_tensors([graph.indptr, graph.indices])
+
+
+def fingerprint_of_table(table: FeatureTable) -> str:
+    """Return a checksum of a feature table; all rows are read."""
+    if isinstance(table, LabelledTable):
+        assert table.table is not None, "as constructed"
+        assert table.labels is not None, "as constructed"
+        labels = _of_tensors([table.labels.values, table.labels.is_input])
+        digest = hashlib.sha256(f"{fingerprint_of_table(table.table)} {labels}".encode())
+        return digest.hexdigest()
+    parts = [table.rows]
+    if table.is_sparse:
+        parts = [table.rows.crow_indices(), table.rows.col_indices(), table.rows.values()]
+    scales = [] if table.scales is None else [table.scales]
+    digest = hashlib.sha256(_of_tensors([*parts, *scales]).encode())
+    digest.update(f"{table.num_rows} {table.num_columns} {table.scale_columns}".encode())
+    return digest.hexdigest()
+
+
+def _of_tensors(tensors: Iterable[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)} {checksum(tensor)}".encode())
+    return digest.hexdigest()
+
+
+def checksum(tensor: Tensor) -> str:
+    """Return a checksum of the elements of a strided tensor on any device.
+
+    It is a SHA-256 of CRC-32s, which are computed in parallel. It detects accidental
+    changes, not deliberate collisions.
+    """
+    rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
+    row_bytes = rows[:1].numel() * rows.element_size()
+    step = max(1, CHUNK_BYTES // max(row_bytes, 1))
+
+    def code_of(begin: int) -> int:
+        chunk = rows[begin : begin + step].cpu().contiguous().view(-1)
+        return zlib.crc32(chunk.view(torch.uint8).numpy().data)
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
+        codes = list(threads.map(code_of, range(0, len(rows), step)))
+    return hashlib.sha256(repr(codes).encode()).hexdigest()
+
 
 Progress: TypeAlias = Callable[[int, int], object]  # called with (done, total)
 

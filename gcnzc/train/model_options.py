@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from gcnzc.train.options import Options, at_least, option_name
+from gcnzc.train.options import Options, check_least, check_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,20 +65,15 @@ class ModelOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("hidden", "layers", "heads"):
-            at_least(1, name, getattr(self, name))
-        at_least(0, "output_heads", self.output_heads)
-        for name in ("dropout", "input_dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"{option_name(name)} must be in [0, 1), got {getattr(self, name)}\n\n"
-                    "hint: it is the probability that a value is zeroed; 0 turns dropout off"
-                )
-        if not 0 <= self.label_inputs < 1:
-            raise ValueError(
-                f"--label-inputs must be in [0, 1), got {self.label_inputs}\n\n"
-                "hint: 0.5 is common; the loss is over the other training nodes"
-            )
+        check_least(self, hidden=1, layers=1, heads=1, output_heads=0)
+        dropped = "it is the probability that a value is zeroed; 0 turns dropout off"
+        for name, hint in (
+            ("dropout", dropped),
+            ("input_dropout", dropped),
+            ("attention_dropout", dropped),
+            ("label_inputs", "0.5 is common; the loss is over the other training nodes"),
+        ):
+            check_range(self, name, lambda value: 0 <= value < 1, "in [0, 1)", hint)
         if self.output_heads and self.output_linear:
             raise ValueError(
                 f"--output-heads {self.output_heads} has no effect with --output-linear, which "

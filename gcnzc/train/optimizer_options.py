@@ -1,22 +1,17 @@
 """Options of `gcnzc train` for the optimizer, and for what workers exchange."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from gcnzc.optim.defaults import (
-    EAGER,
-    FRAGMENTS,
-    MAX_GOSSIP_RATE,
-    MAX_SYNC_WINDOW,
-    REFRESH,
-    WARMUP,
-)
+from gcnzc.optim.defaults import EAGER, FRAGMENTS, MAX_GOSSIP_RATE, MAX_SYNC_WINDOW, REFRESH, WARMUP
 from gcnzc.train.options import (
     Options,
-    at_least,
     at_most,
     check_compress,
-    check_number,
+    check_least,
+    check_number_or_word,
+    check_range,
     option_name,
     parse_fragments,
 )
@@ -54,6 +49,47 @@ Topology: TypeAlias = Literal["ring", "exponential", "complete"]
 SGD_LR, LR = 0.1, 0.003
 
 UPDATE_RULES, ONE_BIT = get_args(UpdateRule), get_args(OneBit)
+
+
+# by option, which numbers are valid, for the error message too, and its hint
+RANGES: Sequence[tuple[str, Callable[[float], bool], str, str]] = (
+    ("lr", lambda value: value > 0, "above 0", "omit --lr for the default"),
+    (
+        "clip_gradients",
+        lambda value: value > 0,
+        "above 0",
+        "1 is common; omit --clip-gradients to turn clipping off",
+    ),
+    ("eager_weight", lambda value: 0 <= value < 1, "in [0, 1)", "the default is 0.5"),
+    (
+        "outer_momentum",
+        lambda value: 0 <= value < 1,
+        "in [0, 1)",
+        "omit --outer-momentum for the default",
+    ),
+    (
+        "max_dropped",
+        lambda value: 0 < value < 1,
+        "above 0 and below 1",
+        "the default is 0.1; --compute-threshold none drops nothing",
+    ),
+    ("gossip_rate", lambda value: value > 0, "above 0", "the default is 1"),
+    (
+        "local_momentum",
+        lambda value: 0 <= value <= 1,
+        "from 0 and at most 1",
+        "omit --local-momentum for the default",
+    ),
+    *(
+        (
+            name,
+            lambda value: 0 < value <= 1,
+            "above 0 and at most 1",
+            f"omit {option_name(name)} for the default",
+        )
+        for name in ("density", "round_weight")
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,12 +187,6 @@ class OptimizerOptions(Options):
     asynchronous: bool = False
     """a2cid2: overlap the exchanges with the steps, so that no worker waits for another one within
     an epoch; the run is not reproducible then"""
-    quorum: int | None = None
-    """diloco: workers, more than half of them, that an outer step needs, so that it does not wait
-    for slower ones; if not given, all workers"""
-    grace_s: float | None = None
-    """diloco with --quorum: seconds for which an outer step waits for further workers; default:
-    0"""
     grace: float | None = None
     """backup: how long a worker that can close a round waits for others, as a fraction of the
     shortest of its last step times; default: 0.1"""
@@ -173,83 +203,39 @@ class OptimizerOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(0, "weight_decay", self.weight_decay)
-        at_least(1, "accumulate", self.accumulate)
+        check_least(
+            self,
+            weight_decay=0,
+            accumulate=1,
+            refresh=0,
+            outer_lr=0,
+            sync_threshold=0,
+            sync_window=1,
+            grace=0,
+            probe_interval=1,
+            participants=1,
+        )
         if self.decay != "all" and not self.weight_decay:
             raise ValueError(
                 f"--decay {self.decay} has no effect with --weight-decay 0\n\n"
                 "hint: also choose a --weight-decay, such as 0.01"
             )
-        if self.clip_gradients is not None and not self.clip_gradients > 0:
-            raise ValueError(
-                f"--clip-gradients must be above 0, got {self.clip_gradients}\n\n"
-                "hint: 1 is common; omit --clip-gradients to turn clipping off"
-            )
-        at_least(0, "refresh", self.refresh)
-        if not 0 <= self.eager_weight < 1:
-            raise ValueError(
-                f"--eager-weight must be in [0, 1), got {self.eager_weight}\n\n"
-                "hint: the default is 0.5"
-            )
-        if self.outer_lr is not None:
-            at_least(0, "outer_lr", self.outer_lr)
-        if self.outer_momentum is not None and not 0 <= self.outer_momentum < 1:
-            raise ValueError(
-                f"--outer-momentum must be in [0, 1), got {self.outer_momentum}\n\n"
-                "hint: omit --outer-momentum for the default"
-            )
-        if self.sync_threshold is not None:
-            at_least(0, "sync_threshold", self.sync_threshold)
-        if self.sync_window is not None:
-            at_least(1, "sync_window", self.sync_window)
-            at_most(MAX_SYNC_WINDOW, "sync_window", self.sync_window)
-        self._check_strategy_options()
-        if self.lr is not None and not self.lr > 0:
-            raise ValueError(
-                f"--lr must be above 0, got {self.lr}\n\nhint: omit --lr for the default"
-            )
-        self._check_number_or_keyword()
-
-    def _check_strategy_options(self) -> None:
-        """Check the options of single strategies."""
-        for name in ("density", "local_momentum", "round_weight"):
-            value, may_be_zero = getattr(self, name), name == "local_momentum"
-            if value is not None and not (0 < value <= 1 or (may_be_zero and value == 0)):
-                raise ValueError(
-                    f"{option_name(name)} must be {'from 0' if may_be_zero else 'above 0'} and at "
-                    f"most 1, got {value}\n\nhint: omit {option_name(name)} for the default"
-                )
-        if self.max_dropped is not None and not 0 < self.max_dropped < 1:
-            raise ValueError(
-                f"--max-dropped must be above 0 and below 1, got {self.max_dropped}\n\n"
-                "hint: the default is 0.1; --compute-threshold none drops nothing"
-            )
-        if self.gossip_rate is not None and not self.gossip_rate > 0:
-            raise ValueError(
-                f"--gossip-rate must be above 0, got {self.gossip_rate}\n\nhint: the default is 1"
-            )
-        if self.gossip_rate is not None:
-            at_most(MAX_GOSSIP_RATE, "gossip_rate", self.gossip_rate)
-        for name, least in (
-            ("grace", 0),
-            ("grace_s", 0),
-            ("quorum", 1),
-            ("probe_interval", 1),
-            ("participants", 1),
-        ):
-            if getattr(self, name) is not None:
-                at_least(least, name, getattr(self, name))
-        check_number(
+        for name, most in (("sync_window", MAX_SYNC_WINDOW), ("gossip_rate", MAX_GOSSIP_RATE)):
+            at_most(most, name, getattr(self, name) or 0)
+        for name, is_valid, valid, hint in RANGES:
+            check_range(self, name, is_valid, valid, hint)
+        check_number_or_word(
             "--compute-threshold",
             self.compute_threshold,
             ("auto", "none"),
             "a number of seconds, such as 0.5",
         )
+        self._check_number_or_keyword()
 
     def _check_number_or_keyword(self) -> None:
         """Check the options that are a number or a keyword."""
         check_compress(self.compress)
-        check_number(
+        check_number_or_word(
             "--warmup", self.warmup, ("auto",), "0.15 means 15 % of the steps; 500 means 500 steps"
         )
         if self.warmup != "auto" and float(self.warmup) > 1 and float(self.warmup) % 1:
@@ -257,7 +243,7 @@ class OptimizerOptions(Options):
                 f"--warmup {self.warmup} is neither a fraction of the steps nor a number of steps"
                 "\n\nhint: 0.15 means 15 % of the steps; 500 means 500 steps"
             )
-        check_number(
+        check_number_or_word(
             "--local-steps",
             self.local_steps,
             ("default", "auto"),
@@ -265,7 +251,9 @@ class OptimizerOptions(Options):
             whole=True,
         )
         parse_fragments(self.fragments)
-        check_number("--delay", self.delay, ("default", "auto"), "the default is 1", whole=True)
+        check_number_or_word(
+            "--delay", self.delay, ("default", "auto"), "the default is 1", whole=True
+        )
         if self.delay == "auto" and self.local_steps != "auto":
             raise ValueError(
                 f"--delay auto with --local-steps {self.local_steps}\n\n"

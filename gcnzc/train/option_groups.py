@@ -15,12 +15,89 @@ from gcnzc.train.options import (
     Fanouts,
     Floats,
     Options,
-    at_least,
     at_most,
-    check_fanouts,
+    check_layer_fanouts,
+    check_least,
+    check_range,
     option_name,
     parse_cache_size,
 )
+
+# Groups of the options of `gcnzc train` for the loss, learning rate, precision and averages.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions(Options):
+    """The loss of node classification."""
+
+    label_smoothing: float = 0.0
+    """node classification: fraction of the target probability that is spread evenly over all
+    classes"""
+    class_weights: Literal["none", "balanced"] = "none"
+    """node classification: weights of the classes in the loss; balanced: inversely proportional to
+    their numbers of training nodes, or with several columns of labels, the weight of the label 1 is
+    the number of zeros divided by that of ones"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        hint = "0.1 is common; 0 turns label smoothing off"
+        check_range(self, "label_smoothing", lambda value: 0 <= value < 1, "in [0, 1)", hint)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRateOptions(Options):
+    """How the learning rate changes during a run."""
+
+    schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
+    """learning rate after the warm-up: constant; decay to 0 at the end of the run along a cosine,
+    or linearly; or multiplied by --step-factor every --step-epochs, counted from the start of the
+    run (step)"""
+    warmup_epochs: float = 0.0
+    """epochs at the start of the run in which the learning rate increases linearly to --lr"""
+    step_epochs: float = 10.0
+    """--schedule step: epochs between two reductions of the learning rate"""
+    step_factor: float = 0.1
+    """--schedule step: factor by which each reduction multiplies the learning rate"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_least(self, warmup_epochs=0)
+        check_range(self, "step_epochs", lambda value: value > 0, "above 0", "the default is 10")
+        check_range(
+            self, "step_factor", lambda value: 0 < value < 1, "in (0, 1)", "the default is 0.1"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionOptions(Options):
+    """The precision of training steps."""
+
+    precision: Literal["float32", "tf32", "bf16", "fp16"] = "float32"
+    """precision of training steps: float32; TF32 for matrix products (tf32, on a GPU); or mixed
+    precision, whose layers compute with bfloat16 (bf16) or float16 (fp16) and sum in float32.
+    Weights, losses and evaluations are float32"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageOptions(Options):
+    """The average of the weights, which is evaluated instead of the weights themselves."""
+
+    average: Literal["none", "ema", "swa"] = "none"
+    """evaluate and keep an average of the weights: the exponential moving average over the steps
+    (ema), or the mean over the ends of the last epochs (swa, stochastic weight averaging)"""
+    average_decay: float = 0.99
+    """--average ema: factor of the previous average in each step, smaller in the first ones; the
+    average is over about 1 / (1 - decay) steps"""
+    average_start: float = 0.75
+    """--average swa: fraction of --epochs after which the weights are averaged"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        hint = "0.99 averages about 100 steps, 0.999 about 1000"
+        check_range(self, "average_decay", lambda value: 0 < value < 1, "in (0, 1)", hint)
+        hint = "the default is 0.75, the last quarter of the epochs"
+        check_range(self, "average_start", lambda value: 0 <= value < 1, "in [0, 1)", hint)
+
 
 Metric: TypeAlias = Literal[
     "as-is", "accuracy", "rocauc", "average_precision", "f1_micro", "f1_macro"
@@ -82,7 +159,7 @@ class TaskOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(1, "num_negatives", self.num_negatives)
+        check_least(self, num_negatives=1)
 
 
 DEFAULT_FANOUTS = (15, 10, 5)
@@ -116,11 +193,8 @@ class LoaderOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_most(MAX_THREADS, "threads", self.threads)
-        if isinstance(self.batch_size, int):
-            at_least(1, "batch_size", self.batch_size)
-        at_least(0, "threads", self.threads)
-        at_least(0, "seed", self.seed)
-        check_fanouts(self.fanouts)
+        check_least(self, batch_size=1, threads=0, seed=0)
+        check_layer_fanouts(self.fanouts)
 
     @property
     def is_full_batch(self) -> bool:
@@ -168,10 +242,7 @@ class ScheduleOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(1, "epochs", self.epochs)
-        at_least(1, "evaluate_every", self.evaluate_every)
-        at_least(1, "runs", self.runs)
-        at_least(0, "patience", self.patience)
+        check_least(self, epochs=1, evaluate_every=1, runs=1, patience=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +267,7 @@ class WorkerOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_most(MAX_WORKERS, "workers", self.workers)
-        at_least(1, "workers", self.workers)
-        at_least(0, "restarts", self.restarts)
+        check_least(self, workers=1, restarts=0)
         if not 0 < self.timeout_s <= MAX_SECONDS:
             raise ValueError(
                 f"--timeout-s must be above 0 and at most {MAX_SECONDS:g}, got {self.timeout_s:g}"
@@ -227,8 +297,7 @@ class OutputOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(0, "checkpoint_every_s", self.checkpoint_every_s)
-        at_least(0, "trace", self.trace)
+        check_least(self, checkpoint_every_s=0, trace=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +324,7 @@ class CorrectAndSmoothOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("correct_steps", "smooth_steps"):
-            at_least(0, name, getattr(self, name))
+            check_least(self, **{name: 0})
             at_most(MAX_PROPAGATIONS, name, getattr(self, name))
         for name in ("correct_alpha", "smooth_alpha"):
             values = getattr(self, name)
@@ -265,12 +334,13 @@ class CorrectAndSmoothOptions(Options):
                     f"{','.join(map(str, values))}\n\n"
                     "hint: the default is 0.5,0.8,0.95; larger values propagate farther"
                 )
-        if self.error_scale is not None and not 0 < self.error_scale <= MAX_ERROR_SCALE:
-            raise ValueError(
-                f"--error-scale must be above 0 and at most {MAX_ERROR_SCALE}, got "
-                f"{self.error_scale}\n\n"
-                "hint: omit --error-scale to choose it automatically"
-            )
+        check_range(
+            self,
+            "error_scale",
+            lambda value: 0 < value <= MAX_ERROR_SCALE,
+            f"above 0 and at most {MAX_ERROR_SCALE}",
+            "omit --error-scale to choose it automatically",
+        )
         if not self.correct_and_smooth:
             for field in fields(CorrectAndSmoothOptions):
                 if getattr(self, field.name) != field.default:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
@@ -18,12 +18,9 @@ import tyro
 from gcnzc._files import check_regular
 from gcnzc.compress import compression
 from gcnzc.datasets.store import FORMAT
+from gcnzc.system.arguments import ALL_NEIGHBOURS, FANOUT_LIMIT
 
 C = TypeVar("C")
-
-
-# fanouts are int32, as in the samplers of PyG and DGL
-MAX_NEIGHBOURS = 2**31 - 1
 
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -90,7 +87,7 @@ Floats = Annotated[
 ]
 
 
-def check_number(
+def check_number_or_word(
     option: str, text: str, choices: Sequence[str], hint: str, *, whole: bool = False
 ) -> None:
     """Raise a ValueError unless `text` is a number above 0, or one of `choices`."""
@@ -124,7 +121,7 @@ def parse_fragments(text: str) -> int | str | list[str]:
     if text == "modules":
         return text
     if re.fullmatch(r"[-+.\d]*", text):
-        check_number("--fragments", text, ("modules",), "the default is 4", whole=True)
+        check_number_or_word("--fragments", text, ("modules",), "the default is 4", whole=True)
         return int(text)
     patterns = text.split(",")
     for pattern in patterns:
@@ -258,6 +255,31 @@ def at_least(least: int, name: str, value: float) -> None:
             f"{option_name(name)} must be at least {least}, got {value}\n\n"
             f"hint: omit {option_name(name)} for the default"
         )
+
+
+def check_least(config: Any, **least: int) -> None:
+    """Raise a ValueError if an option is below its bound, or NaN; words and None are valid."""
+    for name, bound in least.items():
+        value = getattr(config, name)
+        if isinstance(value, int | float):
+            at_least(bound, name, value)
+
+
+def check_range(
+    config: Any, name: str, is_valid: Callable[[float], bool], valid: str, hint: str
+) -> None:
+    """Raise a ValueError if an option is out of range; None is valid.
+
+    Args:
+        config: has the option.
+        name: of the option.
+        is_valid: whether a number is in the range.
+        valid: the range, for the message.
+        hint: of the message.
+    """
+    value = getattr(config, name)
+    if value is not None and not is_valid(value):
+        raise ValueError(f"{option_name(name)} must be {valid}, got {value}\n\nhint: {hint}")
 
 
 def at_most(most: float, name: str, value: float) -> None:
@@ -397,22 +419,20 @@ def check_picture(name: str, path: Path | None) -> None:
     check_writable(name, path)
 
 
-def check_fanouts(fanouts: Sequence[int]) -> None:
+def check_layer_fanouts(fanouts: Sequence[int]) -> None:
     """Raise a ValueError if there is no fanout, or one is out of range."""
     if not fanouts:
         raise ValueError(
             "no fanout is given\n\nhint: the default for three layers is --fanouts 15,10,5"
         )
     for fanout in fanouts:
-        if fanout > MAX_NEIGHBOURS:
+        if fanout != ALL_NEIGHBOURS and not 1 <= fanout <= FANOUT_LIMIT:
+            bound = "at least 1, or -1 for all neighbours"
+            if fanout > FANOUT_LIMIT:
+                bound = f"at most {FANOUT_LIMIT}"
             raise ValueError(
-                f"a fanout must be at most {MAX_NEIGHBOURS}, got {fanout}\n\n"
-                "hint: -1 samples all neighbours"
-            )
-        if fanout < 1 and fanout != -1:
-            raise ValueError(
-                f"a fanout must be at least 1, or -1 for all neighbours, got {fanout}\n\n"
-                "hint: the default for three layers is --fanouts 15,10,5"
+                f"a fanout must be {bound}, got {fanout}\n\n"
+                "hint: -1 samples all neighbours; the default for three layers is --fanouts 15,10,5"
             )
 
 

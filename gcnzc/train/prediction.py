@@ -95,7 +95,7 @@ def load_model(
     if trained.is_hetero:
         return load_hetero_model(run, trained, source, device)
     source = source or graph_of_run(run, trained)
-    schema = read_schema(run, trained)
+    schema = read_schema(run)
     data = load(source, allow_nan=trained.allow_nan)
     check_names(schema, data, source)
     check_features(data, source)

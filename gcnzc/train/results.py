@@ -16,10 +16,7 @@ from gcnzc.train.config import TrainConfig
 from gcnzc.train.evaluation import flatten_scores
 from gcnzc.train.options import config_to_dict
 from gcnzc.train.plots import curves
-from gcnzc.train.run_folder import (
-    CURVES,
-    RESULT,
-)
+from gcnzc.train.run_folder import CURVES, RESULT
 from gcnzc.train.tracing import draw_trace
 from gcnzc.train.trainer import Trainer
 from gcnzc.tune import pcie_bench
@@ -87,8 +84,7 @@ def write_result(trainer: Trainer) -> dict[str, Any]:
     typical = record.typical_lines(trainer.lines)
 
     def mean(key: str) -> float:
-        # lines of older versions do not have every key
-        return sum(line.get(key, 0.0) for line in typical) / len(typical)
+        return float(sum(line[key] for line in typical) / len(typical))
 
     data, task, config = trainer.data, trainer.task, trainer.config
     gathered, seconds = mean("payload_bytes"), mean("gather_s")
@@ -115,7 +111,7 @@ def write_result(trainer: Trainer) -> dict[str, Any]:
         "gather_bytes_per_s": gathered / seconds if seconds else 0.0,
         "gather_roof_bytes_per_s": _peak_read_rate(trainer),
         "workers": trainer.group.world_size,
-        "bytes_sent": sum(line.get("bytes_sent", 0) for line in trainer.lines),
+        "bytes_sent": sum(line["bytes_sent"] for line in trainer.lines),
         "seed": config.seed,
         "device": str(trainer.device),
         "options": _options(config),
@@ -127,15 +123,13 @@ def write_result(trainer: Trainer) -> dict[str, Any]:
     }
     if isinstance(trainer.table, CachedTable):
         for key in ("hit_rate", "peer_hit_rate"):
-            # lines of older versions have no peer_hit_rate
-            hit = sum(line.get(key, 0.0) * line["payload_bytes"] for line in trainer.lines)
+            hit = sum(line[key] * line["payload_bytes"] for line in trainer.lines)
             line[key] = hit / sum(line["payload_bytes"] for line in trainer.lines)
         line["predicted_hit_rate"] = trainer.table.predicted_hit_rate
         line["bytes_saved"] = sum(line["bytes_saved"] for line in trainer.lines) // epochs
-    # a resumed run may have lines of older versions
-    if shares := [each["dropped_share"] for each in trainer.lines if "dropped_share" in each]:
+    if "dropped_share" in trainer.lines[0]:
         # all epochs have the same number of minibatches
-        line["dropped_share"] = sum(shares) / len(shares)
+        line["dropped_share"] = sum(each["dropped_share"] for each in trainer.lines) / epochs
     if task.best_accuracy is not None:
         line["best_possible_accuracy"] = task.best_accuracy
     # the run may have ended before --trace steps were recorded

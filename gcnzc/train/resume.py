@@ -66,9 +66,13 @@ CHECKPOINT_KEYS: Mapping[str, type] = {
     "epoch": int,
     "in_epoch": bool,
     "loader": dict,
+    "tallies": list,
     "best": dict,
     "lines": list,
     "worker_lines": int,
+    "options": dict,
+    "graph": dict,
+    "choices": dict,
     "rng": torch.Tensor,
 }
 
@@ -134,16 +138,14 @@ def _lock_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStac
     trainer.files.identify()
 
 
-def check_resumed_options(
-    config: TrainConfig, options: Mapping[str, Any] | None, folder: Path
-) -> None:
-    """Check the options against those of the run in `folder`; old checkpoints have no options.
+def check_resumed_options(config: TrainConfig, options: Mapping[str, Any], folder: Path) -> None:
+    """Check the options against those of the run in `folder`.
 
     Raises:
         ValueError: an option differs that a resumed run keeps.
     """
     given = config_to_dict(config)
-    for name, value in (options or {}).items():
+    for name, value in options.items():
         if name in given and given[name] != value and name not in FREE_ON_RESUME:
             raise ValueError(
                 f"the run in {folder} has {name} {value!r}, not {given[name]!r}\n\n"
@@ -154,8 +156,6 @@ def check_resumed_options(
 def _check_progress(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Check that a checkpoint's epoch, record and tallies are consistent."""
     path, epoch, lines = trainer.folder / CHECKPOINT, state["epoch"], state["lines"]
-    # checkpoints of older versions have the sum over the workers, as `tally`
-    checkpoint.check_keys(state, {"tallies": list} if "tallies" in state else {"tally": dict}, path)
     if state["best"]:
         checkpoint.check_keys(state["best"], BEST_KEYS, path)
     is_whole = epoch == len(lines) and all(isinstance(line, dict) for line in lines)
@@ -190,10 +190,8 @@ def _read_checkpoint(trainer: Trainer) -> bytes:
 
 
 def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
-    check_resumed_options(trainer.config, state.get("options"), trainer.folder)
-    # checkpoints of older versions do not describe the graph
-    its_files = state.get("graph", {})
-    check_files(trainer.graph_files, its_files, trainer.data.folder, trainer.folder)
+    check_resumed_options(trainer.config, state["options"], trainer.folder)
+    check_files(trainer.graph_files, state["graph"], trainer.data.folder, trainer.folder)
     _check_progress(trainer, state)
     checkpoint.match(trainer.model, state["model"], trainer.folder / CHECKPOINT)
     if len(state.get("buffers", ())) == trainer.group.world_size:
@@ -208,14 +206,14 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.best, trainer.lines = state["best"], state["lines"]
     # best.pt may be older than the checkpoint
     trainer.is_best_written = not trainer.best
-    _restore_stats(trainer, state["tallies"] if "tallies" in state else [state["tally"]])
+    _restore_stats(trainer, state["tallies"])
     if trainer.in_epoch:
         _restore_loader(trainer, state["loader"])
     _set_random_states(trainer, state)
     trainer.worker_lines = state["worker_lines"]
     trainer.on_rank_zero(lambda: _restore_records(trainer))
     if len(state["rng"]) == trainer.group.world_size:
-        trainer.group.choices = Choices(state.get("choices", {}))
+        trainer.group.choices = Choices(state["choices"])
     where = f"in epoch {trainer.epoch + 1}" if trainer.in_epoch else f"after epoch {trainer.epoch}"
     trainer.reporter.say(_format_resumed(trainer, where))
 

@@ -7,48 +7,45 @@ and resumed therefore gives the same result, bit for bit, as one that was not in
 same options and on the same machine.
 """
 
+import os
 import threading
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gcnzc.datasets.store import is_prepared
-from gcnzc.exchange import Group, run
+from gcnzc.exchange import Group, Tuning, run, tune
+from gcnzc.exchange.layout import describe_layout, group_by_dtype
 from gcnzc.exchange.long_work import joint_work
-from gcnzc.exchange.sync import all_gather
+from gcnzc.exchange.sync import all_gather, check_same
+from gcnzc.features.pinning import pinned
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.load import verify
 from gcnzc.loader.full_batch import FullBatchLoader
 from gcnzc.sampling.full import find_layer_nodes
+from gcnzc.system.files import cache_folder
 from gcnzc.system.malloc import freed_memory
 from gcnzc.train import record
 from gcnzc.train.accumulation import Accumulation
 from gcnzc.train.config import TrainConfig, workers_message
 from gcnzc.train.epoch import evaluate_last_epoch, finish_epoch, train_epoch
-from gcnzc.train.exchange_tuning import exchange_tuning
 from gcnzc.train.full_batch import build_evaluation_loader
-from gcnzc.train.hetero.data import load_data
-from gcnzc.train.hetero.setup import open_embeddings
-from gcnzc.train.hetero.time_warning import format_time_warning
+from gcnzc.train.hetero.data import HeteroDataset, load_data
+from gcnzc.train.hetero.embeddings import TrainedEmbeddings, build_embeddings, check_optimizer
 from gcnzc.train.memory import check_memory, footprint_of
 from gcnzc.train.mixed_seed import mixed_seed
-from gcnzc.train.only_run import only_run
 from gcnzc.train.optimizers import build_method, format_warmup_warning
 from gcnzc.train.precision import build_precision
 from gcnzc.train.presets import describe_published_score, read_preset
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.results import write_result
 from gcnzc.train.resume import begin
-from gcnzc.train.saving import (
-    handle_stop_request,
-    remove_old_embeddings,
-    save,
-    write_pending,
-)
+from gcnzc.train.saving import handle_stop_request, remove_old_embeddings, save, write_pending
 from gcnzc.train.seed_parts import find_parts
 from gcnzc.train.setup import (
     build_loader,
@@ -61,11 +58,135 @@ from gcnzc.train.signals import stop_requests
 from gcnzc.train.strategy_checks import format_one_worker_warning
 from gcnzc.train.tasks import build_task
 from gcnzc.train.tasks.base import Task
+from gcnzc.train.tasks.hetero_link import HeteroLinkTask
+from gcnzc.train.tasks.hetero_node import HeteroNodeTask
 from gcnzc.train.tasks.node import NodeTask
 from gcnzc.train.tracing import format_trace_warning
 from gcnzc.train.trainer import Trainer
 from gcnzc.train.unused_options import unused_options
 from gcnzc.train.weight_average import format_average_warning
+
+# Choose the fastest collective algorithms for a run, by new or stored measurements.
+
+
+# time limit of the measurements, in seconds
+TUNING_S = 5.0
+
+
+# sizes that are gathered for every checkpoint: statistics, and torch's random state
+GATHERED_BYTES = (64, 5056)
+
+
+def exchange_tuning(model: torch.nn.Module, group: Group) -> Tuning:
+    """Find the fastest collective algorithms for the message sizes of a run.
+
+    Sizes without a stored measurement are measured; results are stored in the cache folder of
+    worker 0.
+
+    Args:
+        model: the model of the run, with the same parameters on all workers; values may differ.
+        group: all workers; its choices are not changed.
+
+    Raises:
+        ValueError: the workers' models differ.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    # with different sizes, the collectives below would not end
+    run(check_same(describe_layout(named), "models"), group)
+    whole = [
+        sum(tensor.numel() * tensor.element_size() for _, tensor in kind)
+        for kind in group_by_dtype(named)
+    ]
+    sizes = {"Sum": whole, "Broadcast": whole, "AllGather": GATHERED_BYTES, "AllToAll": whole}
+    return tune(group, cache_folder(), sizes, budget_s=TUNING_S)
+
+
+# Refuse a second training run in a process while another one trains in it.
+#
+# torch's global random generators, which initial weights and dropout use, belong to the process.
+
+
+_is_training = threading.Lock()
+
+
+@contextmanager
+def only_run() -> Iterator[None]:
+    """Mark this process as training within the `with`.
+
+    Raises:
+        RuntimeError: another run trains in this process.
+    """
+    lock = _is_training
+    if not lock.acquire(blocking=False):
+        raise RuntimeError(
+            "train: another run is training in this process, and would draw the same random "
+            "generators\n\nhint: start a process for each run, such as with "
+            "multiprocessing.get_context('spawn'), or train one after the other"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _reset() -> None:
+    """Release the lock in a process that was forked during a run, and does not train itself."""
+    global _is_training
+    _is_training = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_reset)
+
+
+# Give a run on a heterogeneous graph its trainable embeddings.
+
+
+def open_embeddings(trainer: Trainer, stack: ExitStack) -> TrainedEmbeddings | None:
+    """Build the embeddings of the node types without features that the model reads, if any.
+
+    Args:
+        trainer: the run.
+        stack: for a GPU, their rows are page-locked until it is closed. The GPU has read the rows
+            of a step before the optimizer, which needs their gradients, updates them.
+
+    Raises:
+        ValueError: an option does not support them.
+        RuntimeError: the memory is too small.
+    """
+    data, task, config = trainer.data, trainer.task, trainer.config
+    if not isinstance(data, HeteroDataset):
+        return None
+    assert isinstance(task, HeteroNodeTask | HeteroLinkTask), "`build_task` has built it"
+    tables = build_embeddings(config, data, trainer.model)
+    check_optimizer(config, trainer.optimizer, tables)
+    task.embeddings = tables
+    if not tables:
+        return None
+    if trainer.device.type == "cuda":
+        for table in tables.values():
+            stack.enter_context(pinned(table.rows))
+    names = ", ".join(f"{name} ({len(table):,} rows)" for name, table in tables.items())
+    trainer.reporter.say(f"embeddings of {config.embedding_dim} columns are trained for {names}")
+    return TrainedEmbeddings(config, tables, trainer.group, trainer.folder)
+
+
+# Warn about neighbours that are later than what a run predicts.
+
+
+def format_time_warning(config: TrainConfig, data: Any) -> str:
+    """Return a warning if the graph has times, and neighbours are sampled at any time; else ""."""
+    if not isinstance(data, HeteroDataset) or config.temporal != "none":
+        return ""
+    graph = data.graph
+    has_times = data.target and graph.nodes(data.target).time is not None
+    if config.task == "link":
+        has_times = any(graph.edges(each).time is not None for each in graph.edge_types)
+    if not has_times:
+        return ""
+    return (
+        "the graph has times, and neighbours may be later than what is predicted, which raises "
+        "scores if they depend on it; --temporal uniform samples earlier ones only"
+    )
 
 
 @only_run()

@@ -15,16 +15,7 @@ from gcnzc.train import checkpoint, record
 from gcnzc.train.options import config_to_dict
 from gcnzc.train.output_files import format_unsaved_error
 from gcnzc.train.plots import curves
-from gcnzc.train.run_folder import (
-    BEST,
-    BOARD,
-    CHECKPOINT,
-    CONFIG,
-    CURVES,
-    RECORD,
-    SCHEMA,
-    WORKERS,
-)
+from gcnzc.train.run_folder import BEST, BOARD, CHECKPOINT, CONFIG, CURVES, RECORD, SCHEMA, WORKERS
 from gcnzc.train.schema import write_schema
 from gcnzc.train.signals import STOP
 from gcnzc.train.trainer import Interrupted, SavedRun, Trainer

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from gcnzc.graph.dataset import Dataset
 from gcnzc.system import files
-from gcnzc.train.config import TrainConfig
-from gcnzc.train.hetero.data import HeteroDataset, load_graph
+from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.run_folder import SCHEMA
 
 # fields whose keys in the file have another name, as in prepared folders
@@ -70,18 +69,16 @@ def write_schema(run: Path, data: Dataset | HeteroDataset) -> None:
     files.write_json(run / SCHEMA, {STORED_KEYS.get(key, key): fields[key] for key in fields})
 
 
-def read_schema(run: Path, trained: TrainConfig) -> Schema:
-    """Read the schema of a run; that of its graph for runs of older versions.
+def read_schema(run: Path) -> Schema:
+    """Read the schema of a run.
 
     Raises:
-        FileNotFoundError: there is neither the file nor the graph.
+        FileNotFoundError: there is no such file.
         ValueError: the file is damaged.
     """
-    path = run / SCHEMA
+    path, remedy = run / SCHEMA, "restore it from a copy, or train again"
     if not path.is_file():
-        assert trained.data is not None, "read_config has checked"
-        return schema_of(load_graph(trained, trained.data))
-    remedy = f"remove it; the schema is then read from the graph of the run, {trained.data}"
+        raise FileNotFoundError(f"the run in {run} has no {SCHEMA}\n\nhint: {remedy}")
     stored = files.read_json(path, remedy)
     try:
         schema = Schema(**{FIELDS.get(key, key): value for key, value in stored.items()})

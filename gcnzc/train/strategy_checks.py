@@ -21,8 +21,6 @@ def check_strategy(config: "TrainConfig") -> None:
     """
     if STRATEGIES[config.strategy].needs_closure:
         _check_closure(config)
-    if config.strategy == "diloco":
-        _check_quorum(config)
     if config.strategy == "streaming-diloco":
         _check_delay(config)
     if config.workers > 1:
@@ -39,20 +37,15 @@ def check_workers(config: "TrainConfig", workers: int) -> None:
     Raises:
         ValueError: an option contradicts the number of workers.
     """
-    participants, quorum = config.participants, config.quorum
-    if config.strategy == "fedglomo" and participants is not None and participants > workers:
-        remedy = f"--participants {workers} or less"
-        if workers == 1:
-            remedy = f"--workers {participants} or more, or start as many with torchrun"
-        _reject_number(config, "participants", workers, remedy)
-    if config.strategy != "diloco" or quorum is None or workers < 2 * quorum <= 2 * workers:
+    participants = config.participants
+    if config.strategy != "fedglomo" or participants is None or participants <= workers:
         return
-    least = workers // 2 + 1
-    valid = f"{least} to {workers}" if least < workers else f"{least}"
-    remedy = f"--quorum {valid}, more than half of the workers"
+    found = f"--workers {workers}" if workers == config.workers else f"{workers} workers"
+    remedy = f"--participants {workers} or less"
     if workers == 1:
-        remedy = f"--workers {quorum} to {2 * quorum - 1}, or start as many with torchrun"
-    _reject_number(config, "quorum", workers, remedy)
+        found = "one worker"
+        remedy = f"--workers {participants} or more, or start as many with torchrun"
+    raise ValueError(f"--participants {participants} with {found}\n\nhint: give {remedy}")
 
 
 def format_one_worker_warning(config: "TrainConfig", workers: int) -> str:
@@ -89,25 +82,6 @@ def _check_delay(config: "TrainConfig") -> None:
         )
 
 
-def _check_quorum(config: "TrainConfig") -> None:
-    if config.quorum is None:
-        if config.grace_s is not None:
-            raise ValueError(
-                f"--grace-s {config.grace_s} with --strategy diloco has no effect without --quorum"
-                "\n\nhint: also choose a --quorum, more than half of the workers"
-            )
-        return
-    excluded = {
-        "compress": config.compress not in ("auto", "float32"),
-        "local_steps": config.local_steps == "auto",
-    }
-    for name in (name for name, is_given in excluded.items() if is_given):
-        raise ValueError(
-            f"--quorum {config.quorum} with {option_name(name)} {getattr(config, name)}\n\n"
-            "hint: omit one of them"
-        )
-
-
 def _check_closure(config: "TrainConfig") -> None:
     if config.precision == "fp16":
         raise ValueError(
@@ -119,11 +93,3 @@ def _check_closure(config: "TrainConfig") -> None:
             f"--strategy {config.strategy} does not support --clip-gradients\n\n"
             "hint: omit --clip-gradients, and reduce --lr if training diverges"
         )
-
-
-def _reject_number(config: "TrainConfig", name: str, workers: int, remedy: str) -> None:
-    given = f"{option_name(name)} {getattr(config, name)}"
-    found = f"--workers {workers}" if workers == config.workers else f"{workers} workers"
-    if workers == 1:
-        found = "one worker"
-    raise ValueError(f"{given} with {found}\n\nhint: give {remedy}")

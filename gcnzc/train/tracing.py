@@ -14,10 +14,7 @@ from gcnzc.exchange.sync import all_gather_text
 from gcnzc.system.spans import Span, Stage, seconds_outside
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.plots import timeline
-from gcnzc.train.run_folder import (
-    TIMELINE,
-    TRACE,
-)
+from gcnzc.train.run_folder import TIMELINE, TRACE
 
 if TYPE_CHECKING:
     from gcnzc.train.trainer import Trainer

@@ -170,8 +170,7 @@ def format_average_warning(
         best_epoch: epoch of the best model, counted from 0.
         lines: lines of the record.
     """
-    # lines of older versions do not say how many weights the average has
-    if all(line.get("averaged", 1) for line in lines if line["epoch"] == best_epoch):
+    if lines[best_epoch].get("averaged", 1):
         return ""
     first = _epochs_before(config) + 1
     last = lines[-1]["epoch"] + 1

@@ -20,6 +20,7 @@ from gcnzc.cli.commands import check
 from gcnzc.cli.errors import UsageError
 from gcnzc.cli.output import warned_with
 from gcnzc.cli.parser import parse
+from gcnzc.train import checkpoint
 from gcnzc.train import run as train_run
 from gcnzc.tune import choose, machine, search
 
@@ -284,12 +285,12 @@ def test_flipped_bits_in_a_run_are_detected(run, tmp_path, capsys):
     assert "best.pt is damaged" in error
     # the checkpoint has the best weights, too
     assert f"`gcnzc train --resume {damaged}` writes it again" in hint
-    checkpoint = (damaged / "checkpoint.pt").read_bytes()
+    content = (damaged / "checkpoint.pt").read_bytes()
     shutil.copy(run / "checkpoint.pt", damaged)
     assert main(["train", "--resume", str(damaged)]) == 0
     capsys.readouterr()
     assert (damaged / "best.pt").read_bytes() == (run / "best.pt").read_bytes()
-    (damaged / "checkpoint.pt").write_bytes(checkpoint)
+    (damaged / "checkpoint.pt").write_bytes(content)
     error, hint = failed(capsys, ["train", "--resume", damaged, "--epochs", "3"], 1)
     assert "checkpoint.pt is damaged" in error
     assert "restore the file" in hint
@@ -299,7 +300,7 @@ def test_files_of_another_program_in_a_run_are_rejected(run, tmp_path, capsys):
     other = tmp_path / "other"
     shutil.copytree(run, other)
     for name in ("best.pt", "checkpoint.pt"):
-        torch.save({"x": 1}, other / name)
+        checkpoint.save(other / name, {"x": 1})
     assert "it has no epoch" in failed(capsys, ["evaluate", other], 1)[0]
     assert "it has no model" in failed(capsys, ["train", "--resume", other], 1)[0]
     for text in ("{}", "[]", "3", "[" * 100_000, '{"data": 7}', "\xff"):

@@ -298,7 +298,7 @@ def test_zeros_send_no_elements():
         (lambda: TopK(0.1, "row"), "per='row'"),
         (lambda: TopK(0.1, 0), "per=0"),
         (lambda: TopK(0.1, True), "per=True"),
-        (lambda: TopK(0.1, value_format="int4"), "no value format 'int4'"),
+        (lambda: TopK(0.1, value_format="int4"), "value_format is 'int4'"),
         (lambda: TopK(0.1, error_decay=0), "error_decay=0"),
         (lambda: TopK(0.1, error_decay="a"), "error_decay='a'"),
         (lambda: TopK(0.1, error_decay=None), "error_decay=None"),

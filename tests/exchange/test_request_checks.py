@@ -46,26 +46,8 @@ def ones():
 BIG = 1 << 22
 KEY = "k" * 5000
 WRONG = {
-    # what is no request, or no algorithm
-    "None": (lambda: ask(None), "yields NoneType None, which is not a request"),
-    "a class": (lambda: start(Sum), "the start of the class Sum"),
-    "an algorithm": (lambda: ask(ask(Now())), "yields generator .* not a request"),
-    "a sum as an algorithm": (lambda: Sum(ones()), "the algorithm is a Sum"),
-    "a function": (lambda: ask, "the algorithm is function"),
-    "a handle": (lambda: ask(Wait(3)), "a Wait for int 3"),
-    # what cannot be started, or yielded by a started algorithm
-    "start Now": (lambda: start(Now()), "the start of a Now"),
-    "start Start": (lambda: start(Start(Sum(ones()))), "the start of a Start"),
-    "start key": (lambda: start(CompareAndSet("k", b"", b"x")), "the start of a CompareAndSet"),
-    "Now in started": (lambda: start(ask(Now())), "a started algorithm yields a Now"),
-    "Send in started": (lambda: start(ask(Send(ones(), 1))), "a started algorithm yields a Send"),
     # values
     "a parameter": (lambda: ask(Sum(torch.nn.Parameter(ones()))), "Sum of values that require"),
-    "a started list": (lambda: start(Sum([1])), "Sum of values of the type list"),
-    "an array": (lambda: ask(AllGather(np.ones(3))), "AllGather of values of the type ndarray"),
-    "a sent array": (lambda: start(Send(np.ones(3), 1), "mail"), "of values of the type ndarray"),
-    "parts": (lambda: ask(AllToAll([[1.0], [2.0]])), "AllToAll of parts of the type list"),
-    "no parts": (lambda: start(AllToAll(5)), "AllToAll of parts of the type int"),
     "few parts": (lambda: ask(AllToAll([ones()])), "1 parts for 2 ranks"),
     "wide parts": (lambda: ask(AllToAll([torch.ones(2, 2)] * 2)), r"rank 0 has the shape \(2, 2\)"),
     "counts": (lambda: ask(AllToAll([ones()] * 2, [1])), "1 counts for 2 ranks"),
@@ -82,15 +64,9 @@ WRONG = {
     "itself": (lambda: start(Send(ones(), 0)), "Send of .* bytes.*with rank 0 on rank 0 of 2"),
     "on a channel": (lambda: start(Receive(ones(), 2), "mail"), "with rank 2 on rank 0 of 2"),
     "a tag": (lambda: ask(Receive(ones(), 1, "a")), ""),
-    "one rank": (lambda: ask(Subgroup(3, Sum(ones()))), "Subgroup of the ranks 3"),
-    "no collective": (lambda: ask(Subgroup([0], Now())), r"Subgroup of Now\(\)"),
     "others": (lambda: ask(Subgroup([1, 2], Sum(ones()))), "in ranks 1, 2"),
     "twice": (lambda: ask(Subgroup([0, 1, 1], Sum(ones()))), "in ranks 0, 1, 1"),
     "a root of some": (lambda: ask(Subgroup([0, 1], Broadcast(ones(), 2))), "from rank 2 of 2"),
-    "nested": (
-        lambda: ask(Subgroup([0, 1], Subgroup([0, 1], Sum(ones())))),
-        "Subgroup of Subgroup",
-    ),
     # keys of the store
     "empty": (lambda: ask(CompareAndSet("a", b"1", b"")), "CompareAndSet of the key a to an empty"),
     "large value": (lambda: ask(CompareAndSet("a", b"", bytes(BIG + 1))), "value of 4,194,305 byt"),
@@ -107,8 +83,30 @@ WRONG = {
     "bytes": (lambda: ask(ReadKeys([b"k"])), "ReadKeys with the key b'k' of the type bytes"),
     "a surrogate": (lambda: ask(WaitForKey("\ud800")), "with the key .* which UTF-8 cannot"),
 }
+# what is no request of tensors, or no algorithm
+NO_REQUESTS = {
+    "None": lambda: ask(None),
+    "a class": lambda: start(Sum),
+    "an algorithm": lambda: ask(ask(Now())),
+    "a sum as an algorithm": lambda: Sum(ones()),
+    "a function": lambda: ask,
+    "a handle": lambda: ask(Wait(3)),
+    "start Now": lambda: start(Now()),
+    "start Start": lambda: start(Start(Sum(ones()))),
+    "start key": lambda: start(CompareAndSet("k", b"", b"x")),
+    "Now in started": lambda: start(ask(Now())),
+    "Send in started": lambda: start(ask(Send(ones(), 1))),
+    "a started list": lambda: start(Sum([1])),
+    "an array": lambda: ask(AllGather(np.ones(3))),
+    "a sent array": lambda: start(Send(np.ones(3), 1), "mail"),
+    "parts": lambda: ask(AllToAll([[1.0], [2.0]])),
+    "no parts": lambda: start(AllToAll(5)),
+    "one rank": lambda: ask(Subgroup(3, Sum(ones()))),
+    "no collective": lambda: ask(Subgroup([0], Now())),
+    "nested": lambda: ask(Subgroup([0, 1], Subgroup([0, 1], Sum(ones())))),
+}
 # also refused by a process that has no other rank
-ALONE = ("None", "an algorithm", "a parameter", "start Now", "bytearray", "long key", "negative")
+ALONE = ("a parameter", "bytearray", "a long key", "negative")
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -120,6 +118,15 @@ def test_wrong_requests_are_refused_with_a_hint(what):
     if what in ALONE:
         with pytest.raises(ValueError, match=expected):
             run(algorithm(), Group())
+
+
+@pytest.mark.parametrize("what", NO_REQUESTS)
+def test_what_is_no_request_of_tensors_is_an_error(what):
+    with pytest.raises((TypeError, AttributeError)):
+        lockstep([NO_REQUESTS[what]() for _ in range(2)])
+    if what in ("None", "an algorithm", "start Now", "a function", "a handle"):
+        with pytest.raises((TypeError, AttributeError)):
+            run(NO_REQUESTS[what](), Group())
 
 
 @pytest.mark.parametrize("value", [-(1 << 63), (1 << 63) - 1, float("inf"), np.float64(0.5)])

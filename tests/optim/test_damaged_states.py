@@ -117,10 +117,6 @@ def test_a_state_without_a_tensor_is_rejected_and_nothing_is_loaded(name):
     assert bits_of(models[1], others[1]) == before
 
 
-OPTIONAL = {"num_exchanges", "delay", "fragment 0 excludes_zeros", "fragment 1 excludes_zeros"}
-"""numbers and flags that states of older versions may not have"""
-
-
 @pytest.mark.parametrize("name", LOCAL)
 def test_a_state_without_a_number_or_a_text_is_rejected_and_nothing_is_loaded(name):
     _, optimizers = make(name, 6)
@@ -128,7 +124,7 @@ def test_a_state_without_a_number_or_a_text_is_rejected_and_nothing_is_loaded(na
     before = bits_of(models[1], others[1])
     found = optimizers[1].snapshot()
     for each, value in found["shared"].items():
-        if isinstance(value, torch.Tensor) or each in OPTIONAL:
+        if isinstance(value, torch.Tensor):
             continue
         state = copy.deepcopy(found)
         delete(state["shared"], each)

@@ -8,11 +8,11 @@ from optim.models import Everything
 from gcnzc.compress import Sign
 from gcnzc.exchange import lockstep
 from gcnzc.optim import CO2, DiLoCo, Recipe, Strategy, StreamingDiLoCo, co2, streaming_diloco
+from gcnzc.optim.local.co2 import EagerRound
 from gcnzc.optim.local.staleness_gap import StalenessGap
 from gcnzc.optim.strategy.all_ranks import AllRanks, PaddedShards, Shards
 from gcnzc.optim.strategy.clipped_step import ClippedStep
 from gcnzc.optim.strategy.delayed import DelayedRound, DelayedSteps
-from gcnzc.optim.strategy.eager import EagerRound
 from gcnzc.optim.strategy.every_interval import EveryInterval
 from gcnzc.optim.strategy.outer_step import OuterSGD, OuterStep
 

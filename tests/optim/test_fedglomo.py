@@ -10,7 +10,7 @@ from torch import nn
 from gcnzc.compress import Blocks
 from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import Strategy, fedglomo
-from gcnzc.optim.strategy.participants import Participants
+from gcnzc.optim.strategy.fedglomo import Participants
 
 LR = 0.05
 

@@ -4,7 +4,7 @@ import torch
 from optim.file_switches import count_outside, count_switches, trace_on_processes
 
 from gcnzc.optim.flat_parameters import tiles
-from gcnzc.optim.synchronous.freeze_rule import FreezeRule
+from gcnzc.optim.synchronous.one_bit_adam import FreezeRule
 
 
 def test_a_step_of_one_bit_adam_rarely_moves_to_another_file(tmp_path):

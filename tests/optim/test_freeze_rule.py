@@ -1,6 +1,6 @@
 import pytest
 
-from gcnzc.optim.synchronous.freeze_rule import FreezeRule
+from gcnzc.optim.synchronous.one_bit_adam import FreezeRule
 
 
 def frozen_at(rule, norm_at, steps):

@@ -10,7 +10,7 @@ from bench.network.deepspeed_oracles import OneBitAdamDeepSpeed, PaddedSign
 from gcnzc.compress import Sign, WorkerInfo
 from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import OneBitAdam
-from gcnzc.optim.synchronous.freeze_rule import FreezeRule
+from gcnzc.optim.synchronous.one_bit_adam import FreezeRule
 
 
 def small_team(world_size, shapes=((6, 4), (5,)), **options):

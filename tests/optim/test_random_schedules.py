@@ -38,11 +38,8 @@ MAKERS = {
         inner, group, local_steps=3, fragments=2, outer_lr=1.0, outer_momentum=0.0, mixing=1.0
     ),
     "selsync": lambda inner, group, seed: Strategy(inner, selsync(0.1, 2), group),
-    "selsync overlapped": lambda inner, group, seed: Strategy(
-        inner, selsync(0.1, 2, overlapped_votes=True), group
-    ),
     "saps": lambda inner, group, seed: Strategy(inner, saps(0.5, seed=seed), group),
-    "a2cid2": lambda inner, group, seed: Strategy(inner, a2cid2(eta=0.0, seed=seed), group),
+    "a2cid2": lambda inner, group, seed: Strategy(inner, a2cid2(eta=0.0), group),
     "a2cid2 overlapped": lambda inner, group, seed: Strategy(
         inner, a2cid2(eta=0.0, asynchronous=True, control_interval=3), group
     ),

@@ -12,7 +12,6 @@ from optim.local import (
 )
 
 from gcnzc.exchange import Link, lockstep
-from gcnzc.exchange.bandwidth import measure_bandwidths
 from gcnzc.exchange.topology import (
     NEVER,
     bandwidth_matching,
@@ -22,6 +21,7 @@ from gcnzc.exchange.topology import (
 )
 from gcnzc.kernels.codec.random_indices import draw_indices, draw_indices_reference
 from gcnzc.optim import Strategy, saps
+from gcnzc.optim.strategy.saps_psgd import measure_bandwidths
 
 FIRST_HALF = np.arange(8) < 4
 ISLANDS = np.where(FIRST_HALF[:, None] == FIRST_HALF, 100.0, 10.0)

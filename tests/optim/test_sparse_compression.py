@@ -23,7 +23,7 @@ from gcnzc.optim import (
     DiLoCo,
     OneBitAdam,
 )
-from gcnzc.optim.synchronous.masked_step import step_on_supports
+from gcnzc.optim.synchronous.averaged import step_on_supports
 
 CLASSES, FEATURES, RANKS = 10, 64, 8
 

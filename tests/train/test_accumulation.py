@@ -232,6 +232,4 @@ def test_the_limit_of_dropped_minibatches_is_that_of_the_run():
     assert not warning([{"dropped_share": 0.31}], max_dropped=0.2)
     assert warning([{"dropped_share": 0.29}], max_dropped=0.2)
     assert warning(threshold=1.0, max_dropped=0.25)
-    # the record of an older version
-    assert warning([{"epoch": 0}], threshold=1.0)
     assert not format_drop_warning(line, Averaged(inner), [])

@@ -14,7 +14,6 @@ from gcnzc.graph.graph import Graph
 from gcnzc.models import SAGE
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train import evaluator as module
-from gcnzc.train import sampled_inference
 from gcnzc.train.evaluation_cost import choose_evaluation, predict_cost
 from gcnzc.train.evaluator import Evaluator
 from gcnzc.train.inference import inference
@@ -43,11 +42,11 @@ def test_all_sampled_neighbours_are_exact(name):
 def sampled(group=None, threads=1):
     """Outputs of sampled neighbourhoods, of many minibatches."""
     torch.manual_seed(0)
-    sampled_inference.SAMPLED_NODES = 16
+    module.SAMPLED_NODES = 16
     torch.set_num_threads(threads)
     graph = random_graph(200, 2000)
     table = FeatureTable(torch.randn(200, 5))
-    found = sampled_inference.sampled_inference(
+    found = module.sampled_inference(
         SAGE(5, 8, 3),
         graph,
         table,
@@ -62,10 +61,10 @@ def sampled(group=None, threads=1):
 
 @pytest.fixture
 def restored():
-    usual, nodes = torch.get_num_threads(), sampled_inference.SAMPLED_NODES
+    usual, nodes = torch.get_num_threads(), module.SAMPLED_NODES
     yield
     torch.set_num_threads(usual)
-    sampled_inference.SAMPLED_NODES = nodes
+    module.SAMPLED_NODES = nodes
 
 
 @pytest.mark.usefixtures("restored")

@@ -13,13 +13,13 @@ from training import Stopped, Stopping, assert_same_weights, lines, planted, sav
 from gcnzc.exchange import Group
 from gcnzc.loader.seeds import Shares
 from gcnzc.models.metrics import compute_loss
-from gcnzc.train.class_weights import balanced_weights
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.optimizer_options import ONE_BIT
 from gcnzc.train.optimizers import build_method
 from gcnzc.train.run import train
-from gcnzc.train.schedule import Schedule, build_schedule
 from gcnzc.train.strategies import STRATEGIES
+from gcnzc.train.tasks.node import balanced_weights
+from gcnzc.train.trainer import Schedule, build_schedule
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,13 @@ from gcnzc.graph import load
 from gcnzc.graph.dataset import Dataset
 from gcnzc.system import host_memory, machine
 from gcnzc.system.progress import ProgressCallback
-from gcnzc.train.options import Fanouts, at_least, check_fanouts, check_options, parse_cache_size
+from gcnzc.train.options import (
+    Fanouts,
+    at_least,
+    check_layer_fanouts,
+    check_options,
+    parse_cache_size,
+)
 from gcnzc.train.progress import Reporter
 from gcnzc.tune import choose, profiles, search
 from gcnzc.tune import machine as tune_machine
@@ -62,7 +68,7 @@ class CheckConfig:
                 f"--row-bytes {self.row_bytes} is not a whole number of float32 elements\n\n"
                 "hint: rows of ogbn-papers100M have 512 bytes, of ogbn-products 400"
             )
-        check_fanouts(self.fanouts)
+        check_layer_fanouts(self.fanouts)
         parse_cache_size(self.cache_memory, "--cache-memory", "of the GPU's free memory")
 
 

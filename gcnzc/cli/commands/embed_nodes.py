@@ -11,7 +11,7 @@ from gcnzc.cli.output import print_json
 from gcnzc.system import files
 from gcnzc.train.embedding import embed_loaded
 from gcnzc.train.hetero.prediction import TrainedHeteroModel, parse_time
-from gcnzc.train.options import Fanouts, at_least, check_fanouts
+from gcnzc.train.options import Fanouts, at_least, check_layer_fanouts
 from gcnzc.train.prediction import delete_scratch, load_model
 from gcnzc.train.progress import Reporter
 from gcnzc.train.scratch_options import ScratchOptions
@@ -54,7 +54,7 @@ class EmbedNodesConfig(ScratchOptions):
         if self.layer is not None:
             at_least(1, "layer", self.layer)
         if self.fanouts:
-            check_fanouts(self.fanouts)
+            check_layer_fanouts(self.fanouts)
 
 
 def embed_nodes_command(config: EmbedNodesConfig, reporter: Reporter) -> None:

@@ -13,7 +13,7 @@ from gcnzc.datasets.source import SPLITS
 from gcnzc.train import evaluation
 from gcnzc.train.config import EvaluateConfig
 from gcnzc.train.hetero.prediction import TrainedHeteroModel, parse_time
-from gcnzc.train.options import Fanouts, check_fanouts
+from gcnzc.train.options import Fanouts, check_layer_fanouts
 from gcnzc.train.prediction import (
     TrainedModel,
     delete_scratch,
@@ -79,7 +79,7 @@ class PredictConfig(ScratchOptions):
                 f"--time {self.time} has no effect without --pairs\n\nhint: omit --time"
             )
         if self.fanouts:
-            check_fanouts(self.fanouts)
+            check_layer_fanouts(self.fanouts)
 
 
 def evaluate_command(config: EvaluateConfig, reporter: Reporter) -> None:

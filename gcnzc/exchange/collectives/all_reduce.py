@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gcnzc.exchange.collectives.messages import (
-    PendingReceive,
-    send,
-    send_and_wait,
-    start_receive,
-)
+from gcnzc.exchange.collectives.messages import PendingReceive, send, send_and_wait, start_receive
 from gcnzc.exchange.collectives.one_tensor import TensorCollective, check_contiguous
 from gcnzc.exchange.requests import BUILTIN, Algorithm, Paths, Receive, Scratch, Send, Start, Wait
 

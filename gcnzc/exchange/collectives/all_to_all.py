@@ -58,18 +58,9 @@ class AllToAll(Collective):
             world_size: W.
 
         Raises:
-            ValueError: a part is not a tensor or not one-dimensional, dtypes differ, or there are
-                not W parts or counts.
+            ValueError: a part is not one-dimensional, dtypes differ, or there are not W parts or
+                counts.
         """
-        parts = self.parts if isinstance(self.parts, Sequence | Tensor) else [self.parts]
-        for part in parts:
-            # not isinstance: in simulations, a `SizeOnly` takes the place of a tensor
-            if not hasattr(part, "is_contiguous"):
-                raise ValueError(
-                    f"AllToAll of parts of the type {type(part).__name__}\n\n"
-                    "hint: give a list of tensors, one for each rank, such as "
-                    "torch.as_tensor(part)"
-                )
         if len(self.parts) != world_size:
             raise ValueError(
                 f"AllToAll: {len(self.parts)} parts for {world_size} ranks\n\n"

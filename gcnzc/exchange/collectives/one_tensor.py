@@ -11,7 +11,6 @@ from gcnzc.exchange.requests import (
     DESCRIPTIONS_KEPT,
     Collective,
     HeaderFields,
-    check_values,
     count_bytes,
     describe_size,
 )
@@ -50,9 +49,7 @@ class TensorCollective(Collective):
 
 
 def check_contiguous(request: TensorCollective) -> None:
-    """Raise a ValueError if the values are not a contiguous tensor."""
-    if not hasattr(request.values, "is_contiguous"):
-        check_values(request)
+    """Raise a ValueError if the values are not contiguous."""
     if not request.values.is_contiguous():
         raise ValueError(
             f"{type(request).__name__}: values with strides {tuple(request.values.stride())} are "

@@ -22,7 +22,7 @@ from gcnzc.exchange.topology import Edge
 from gcnzc.optim.defaults import MAX_GOSSIP_RATE
 from gcnzc.optim.strategy.gossip_graph import GossipGraph, as_edges
 from gcnzc.optim.strategy.gossip_times import GossipTimes
-from gcnzc.optim.strategy.matched_gossip import MATCHINGS, GossipRounds, MatchedPairs
+from gcnzc.optim.strategy.matched_gossip import GossipRounds, MatchedPairs
 from gcnzc.optim.strategy.overlapped_gossip import OverlappedPairs
 from gcnzc.optim.strategy.recipe import Exchange, Policy, Recipe
 from gcnzc.optim.strategy.two_variables import TwoVariables
@@ -35,8 +35,6 @@ def a2cid2(
     *,
     asynchronous: bool = False,
     eta: float | None = None,
-    matching: str = "cycle",
-    seed: int = 0,
     control_interval: int = 10,
 ) -> Recipe:
     """Return the recipe of A2CiD2.
@@ -63,8 +61,6 @@ def a2cid2(
         asynchronous: whether exchanges are overlapped with the steps.
         eta: replaces the constant of the graph; 0 for gossip without momentum, which needs no
             memory for x~. None for the constant of the graph.
-        matching: how pairs are chosen without `asynchronous`; see `MatchedPairs`.
-        seed: random seed of the pairs with `matching="random"`.
         control_interval: the number of steps from one sum of the signals and comparison of options
             over all ranks to the next. With `asynchronous=True` the sums are overlapped.
 
@@ -73,11 +69,8 @@ def a2cid2(
     """
     check_above_zero("gossip_rate", gossip_rate, MAX_GOSSIP_RATE)
     check_count("control_interval", control_interval, 1)
-    check_count("seed", seed)
     if eta is not None:
         check_at_least_zero("eta", eta)
-    if matching not in MATCHINGS:
-        raise ValueError(f"matching is {matching!r}\n\nhint: use one of {', '.join(MATCHINGS)}")
     graph = GossipGraph(topology if isinstance(topology, str) else as_edges(topology))
     policy: Policy
     exchange: Exchange
@@ -86,7 +79,7 @@ def a2cid2(
         exchange = overlapped = OverlappedPairs(graph, update)
         policy = GossipTimes(gossip_rate, update, overlapped)
     else:
-        exchange = pairs = MatchedPairs(graph, matching, seed)
+        exchange = pairs = MatchedPairs(graph)
         update = TwoVariables(partial(pairs.rates, rate=gossip_rate), eta)
         policy = GossipRounds(gossip_rate, update, pairs)
     return Recipe(

@@ -22,7 +22,7 @@ from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.resize import check_mapping
 from gcnzc.optim.state_layout import SavedTensor, check_numbers, check_value
 from gcnzc.optim.strategy.all_ranks import Collective
-from gcnzc.optim.strategy.finite_mean import Reduction, complete_mean, exclude_zeros
+from gcnzc.optim.strategy.finite_mean import Reduction, complete_mean
 from gcnzc.optim.strategy.recipe import BaseExchange, Update
 from gcnzc.optim.strategy.strategy import Strategy
 
@@ -180,22 +180,19 @@ class DelayedSteps(Delayed):
 
     def pending_state(self, pending: Pending, result: Reduction) -> dict[str, Any]:
         """See `Delayed`."""
-        names = ("due", "values", "workers", "skip_reason", "excludes_zeros")
+        names = ("due", "values", "workers", "skip_reason")
         # of the extras, only the number of finite vectors is loaded
         values = pending.values[: self.source.num_elements + 1]
-        found = (pending.due, values, pending.workers, result.skip_reason, True)
+        found = (pending.due, values, pending.workers, result.skip_reason)
         return {f"{self.name} {name}": value for name, value in zip(names, found, strict=True)}
 
     def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
         """See `RecipePart`."""
-        name, least = f"{self.name} values", self.source.num_elements + 1
+        name = f"{self.name} values"
         if name not in snapshot["shared"]:
             return {}
-        values = snapshot["shared"][name]
-        # older versions saved all extras
-        count = max(least, values.numel()) if isinstance(values, Tensor) else least
         # a mean that is not applied may have overflowed
-        return {name: SavedTensor((count,), may_overflow=True)}
+        return {name: SavedTensor((self.source.num_elements + 1,), may_overflow=True)}
 
     def check_state(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
@@ -215,8 +212,6 @@ class DelayedSteps(Delayed):
                 name = f"{self.name} values[{count}]"
                 check_value({name: float(values.flatten()[count])}, name, kind=float)
             check_value(shared, f"{self.name} skip_reason", kind=str)
-            if (flag := f"{self.name} excludes_zeros") in shared:
-                check_value(shared, flag, kind=bool)
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
@@ -228,17 +223,13 @@ class DelayedSteps(Delayed):
             return
         values, workers = shared[f"{self.name} values"], shared[f"{self.name} workers"]
         count = self.source.num_elements
-        # the other extras belong to the run that saved the state, or an older version had none
+        # the other extras belong to the run that saved the state
         sums = [float(values[count]), *[0.0] * (self.strategy.extras - 1)]
         values = torch.cat(
             [self.strategy.vector(values[:count]), self.strategy.vector(torch.tensor(sums))]
         )
-        skip_reason, mean = shared[f"{self.name} skip_reason"], None
-        if not skip_reason:
-            # a mean that an older version saved is over all ranks
-            is_done = shared.get(f"{self.name} excludes_zeros", False)
-            ranks = round(sums[0]) if is_done else workers
-            mean = exclude_zeros(values[:count], sums, ranks)
+        skip_reason = shared[f"{self.name} skip_reason"]
+        mean = values[:count] if not skip_reason and round(sums[0]) else None
         self.pending = Pending(values, workers, due, result=Reduction(mean, sums, skip_reason))
 
 

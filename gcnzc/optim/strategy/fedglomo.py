@@ -23,8 +23,10 @@ Notation: W ranks, n elements, E local steps, m local momentum, b the `round_wei
 round, Q the compression.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,14 +34,193 @@ from torch import Tensor
 
 from gcnzc.compress import Blocks, Compression
 from gcnzc.exchange import Algorithm
+from gcnzc.exchange.sync import dense_buffers
 from gcnzc.optim.state_layout import SavedTensor, check_value
-from gcnzc.optim.strategy.evaluations import Evaluations
+from gcnzc.optim.strategy.all_ranks import AllRanks
 from gcnzc.optim.strategy.every_interval import EveryInterval
 from gcnzc.optim.strategy.parameter_mean import DifferenceMean
-from gcnzc.optim.strategy.participants import Participants, ParticipantsMean
 from gcnzc.optim.strategy.recipe import LocalStep, Recipe
 from gcnzc.optim.strategy.strategy import Strategy
-from gcnzc.optim.validation import check_above_zero, check_at_least_zero
+from gcnzc.optim.validation import check_above_zero, check_at_least_zero, check_count
+
+# Evaluate a closure at several points in one step, with the same random numbers.
+#
+# The difference of two gradients of one minibatch has a small variance only if both use the same
+# random numbers, for example for dropout.
+#
+# Notation: n elements of the flat parameter vector.
+
+
+class Evaluations:
+    """Evaluates a closure at several points, within a `with` block.
+
+    Every evaluation begins with the same states of torch's generators, of the CPU and of the
+    parameters' GPU, and with the same dense buffers of the optimizer's `module`, such as those of
+    BatchNorm. At the end of the block, the generators and buffers have the states after the first
+    evaluation. After an error, the parameters are those at the beginning of the block.
+
+    Args:
+        optimizer: its parameters are set to the points.
+        closure: computes the loss and the gradients at the current parameters.
+    """
+
+    def __init__(self, optimizer: Strategy, closure: Callable[[], Any]) -> None:
+        self.optimizer, self.closure = optimizer, closure
+        self.is_first = True
+        self.loss: Any = None
+        """the result of the first call of the closure"""
+
+    def __enter__(self) -> "Evaluations":
+        self.start = self.optimizer.vector()
+        """(n,): the parameters at the beginning"""
+        self._before = self._after = self._read_state()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._write_state(self._after)
+        if kind is not None:
+            self.optimizer.flat_params.write_parameters(self.start)
+
+    def gradient(self, point: Tensor) -> Tensor | None:
+        """Compute the gradient at a point, times the optimizer's `gradient_factor`.
+
+        Args:
+            point: (n,) parameters, which the optimizer's parameters are set to.
+
+        Returns:
+            (n,), with zeros for missing gradients; None if it is not finite, which the optimizer
+            has counted and reported.
+        """
+        optimizer, flat_params = self.optimizer, self.optimizer.flat_params
+        flat_params.write_parameters(point)
+        for parameter in flat_params.parameters:
+            parameter.grad = None
+        if not self.is_first:
+            self._write_state(self._before)
+        # autocast may have cached copies of the parameters at another point
+        torch.clear_autocast_cache()
+        with torch.enable_grad():
+            loss = self.closure()
+        if self.is_first:
+            self.loss, self._after, self.is_first = loss, self._read_state(), False
+        if not optimizer.check_gradients():
+            return None
+        return flat_params.read_gradients(flat_params.empty(), optimizer.gradient_factor())
+
+    def _read_state(self) -> list[Tensor]:
+        """Return copies of the states of the generators and of the buffers."""
+        module, device = self.optimizer.module, self.optimizer.flat_params.device
+        buffers = [] if module is None else [each for _, each in dense_buffers(module)]
+        states = [each.clone() for each in buffers]
+        if device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(device))
+        return [*states, torch.get_rng_state()]
+
+    @torch.no_grad()
+    def _write_state(self, state: list[Tensor]) -> None:
+        """Write the result of `_read_state`."""
+        module, device = self.optimizer.module, self.optimizer.flat_params.device
+        *states, cpu = state
+        torch.set_rng_state(cpu)
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(states.pop(), device)
+        if module is not None:
+            for (_, buffer), saved in zip(dense_buffers(module), states, strict=True):
+                buffer.copy_(saved)
+
+
+# The exchange of methods in which only some ranks take part in a round.
+#
+# Notation: W ranks, k extras.
+
+
+@dataclass
+class Participants:
+    """The ranks that take part in each round, which each rank computes without communication.
+
+    Raises:
+        ValueError: `count` is not a number from 1 on.
+    """
+
+    count: int | None = None
+    """the number of ranks in a round; None for all"""
+    seed: int = 0
+    """random seed: the ranks are chosen by a hash of the seed, the round and the rank"""
+    round: int = 0
+    """the current round, equal on all ranks"""
+
+    def __post_init__(self) -> None:
+        if self.count is not None:
+            check_count("participants", self.count, 1)
+        check_count("seed", self.seed)
+
+    def ranks(self, world_size: int) -> frozenset[int]:
+        """Return the ranks of the current round."""
+        if self.count is None:
+            return frozenset(range(world_size))
+
+        def draw(rank: int) -> bytes:
+            text = f"{self.seed} {self.round} {rank}"
+            return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+        return frozenset(sorted(range(world_size), key=draw)[: self.count])
+
+    def describe(self) -> str:
+        """Return the options, which must be equal on all ranks, as text."""
+        return "" if self.count is None else f"participants={self.count}, seed={self.seed}"
+
+
+class ParticipantsMean(AllRanks):
+    """The mean over the participants of the current round whose vector is finite.
+
+    The other ranks contribute zeros, because each rank also reduces a slice of the vector.
+
+    Args:
+        participants: the ranks of the rounds.
+        compress: the compression.
+        name: the name of the compression errors in checkpoints.
+    """
+
+    def __init__(self, participants: Participants, compress: Compression | None, name: str) -> None:
+        super().__init__(compress, name)
+        self.participants = participants
+
+    def attach(self, strategy: Strategy) -> None:
+        """See `RecipePart`.
+
+        Raises:
+            ValueError: there are more participants than ranks.
+        """
+        super().attach(strategy)
+        count, world_size = self.participants.count, strategy.group.world_size
+        if count is not None and count > world_size:
+            raise ValueError(
+                f"{count} participants of {world_size} ranks\n\nhint: give at most the number of "
+                "ranks, or None for all of them"
+            )
+
+    def describe(self) -> str:
+        """See `Exchange`."""
+        return ", ".join(filter(None, (self.participants.describe(), super().describe())))
+
+    @property
+    def num_contributors(self) -> int:
+        """See `Collective`."""
+        return len(self.participants.ranks(self.strategy.group.world_size))
+
+    def prepare(self, values: Tensor) -> None:
+        """See `Collective`."""
+        super().prepare(values)
+        group = self.strategy.group
+        if group.rank not in self.participants.ranks(group.world_size):
+            # with the flag that follows the vector
+            values[: self.reducer.num_elements + 1] = 0
+
 
 QUANTIZED = Blocks("int8", stochastic=True)
 """the default compression, which is unbiased, as the paper's analysis requires"""

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm, SendReceive
-from gcnzc.exchange.topology import Edge, color_edges, random_matching
+from gcnzc.exchange.topology import Edge, color_edges
 from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.strategy.gossip_graph import GossipGraph
 from gcnzc.optim.strategy.recipe import Exchange, Policy
 from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.strategy.two_variables import TwoVariables
 from gcnzc.optim.validation import check_above_zero
-
-MATCHINGS = ("cycle", "random")
 
 
 class GossipRounds(Policy):
@@ -78,14 +76,12 @@ class MatchedPairs(Exchange):
     If the vector of one rank is not finite, that rank takes the vector of the other.
 
     Args:
-        graph: the graph.
-        matching: one of `MATCHINGS`. "cycle" uses the matchings of `color_edges` in turn, so that
-            each edge is used equally often; "random" uses those of `random_matching`.
-        seed: random seed of the matchings of "random".
+        graph: the graph. The rounds use its matchings of `color_edges` in turn, so that each edge
+            is used equally often.
     """
 
-    def __init__(self, graph: GossipGraph, matching: str = "cycle", seed: int = 0) -> None:
-        self.graph, self.matching, self.seed = graph, matching, seed
+    def __init__(self, graph: GossipGraph) -> None:
+        self.graph = graph
         self.round = 0
         """the number of the next round"""
         self.num_exchanges = 0
@@ -94,27 +90,20 @@ class MatchedPairs(Exchange):
     def attach(self, strategy: Strategy) -> None:
         """See `RecipePart`."""
         super().attach(strategy)
-        self.edges = self.graph.edges(strategy.group.world_size)
-        self.cycle = color_edges(self.edges)
+        self.cycle = color_edges(self.graph.edges(strategy.group.world_size))
 
     def describe(self) -> str:
         """See `Exchange`."""
-        seed = f", seed={self.seed}" if self.matching == "random" else ""
-        return f"topology={self.graph.topology!r}, matching={self.matching!r}{seed}"
+        return f"topology={self.graph.topology!r}"
 
     def rates(self, world_size: int, rate: float) -> dict[Edge, float]:
         """Return by edge the exchanges per step, for `rate` rounds per step."""
         edges = self.graph.edges(world_size)
-        if self.matching == "cycle":
-            return dict.fromkeys(edges, rate / max(1, len(color_edges(edges))))
-        return self.graph.rates(world_size, rate)
+        return dict.fromkeys(edges, rate / max(1, len(color_edges(edges))))
 
     def pairs(self, number: int) -> Sequence[Edge]:
         """Return the matching of a round, the same on all ranks."""
-        if self.matching == "cycle":
-            return self.cycle[number % len(self.cycle)]
-        world_size = self.strategy.group.world_size
-        return random_matching(world_size, self.seed, round=number, edges=self.edges)
+        return self.cycle[number % len(self.cycle)]
 
     def peer(self, number: int) -> int | None:
         """Return the peer of this rank in a round; None if it has none."""

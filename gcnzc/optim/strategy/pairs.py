@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm, Receive, Send, SendReceive
-from gcnzc.exchange.topology import Edge, find_peer, random_matching
+from gcnzc.exchange.topology import Edge, find_peer
 from gcnzc.kernels.codec.random_indices import draw_indices
 from gcnzc.kernels.finite import are_finite, can_be_squared
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
@@ -41,26 +41,6 @@ class Matching(RecipePart, ABC):
         Args:
             round: the number of exchanges so far; each round is chosen once, in order.
         """
-
-
-class RandomMatching(Matching):
-    """Random pairs in each round; with an odd number of ranks, the ranks are idle in turn.
-
-    Args:
-        seed: random seed of the pairs.
-    """
-
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
-
-    def describe(self) -> str:
-        """See `Matching`."""
-        return f"matching=random, seed={self.seed}"
-
-    def choose(self, round: int) -> Algorithm[list[Edge]]:
-        """See `Matching`; without communication."""
-        return random_matching(self.strategy.group.world_size, self.seed, round=round)
-        yield
 
 
 class Pairs(Exchange):

@@ -23,31 +23,82 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm
-from gcnzc.exchange.bandwidth import measure_bandwidths
+from gcnzc.exchange.collectives import AllGather, AllGatherScalar, SendReceive
+from gcnzc.exchange.requests import Now
 from gcnzc.exchange.topology import (
     NEVER,
     Edge,
     Matrix,
     bandwidth_matching,
     bottleneck_threshold,
+    find_peer,
+    round_robin,
 )
 from gcnzc.optim.state_layout import SavedTensor, check_value, saved_world_size
 from gcnzc.optim.strategy.every_interval import EveryInterval
 from gcnzc.optim.strategy.pairs import Matching, PairMean, Pairs
 from gcnzc.optim.strategy.recipe import Recipe
-from gcnzc.optim.validation import check_at_least_zero, check_count
+from gcnzc.optim.validation import check_count
 from gcnzc.system.arguments import describe
 
 if TYPE_CHECKING:
     from gcnzc.optim.strategy.strategy import Strategy
+
+# Measure the bandwidth between all pairs of ranks.
+#
+# Notation: W ranks.
+
+
+PROBE_BYTES = 1 << 20
+"""default size of a message of `measure_bandwidths`"""
+
+
+def measure_bandwidths(
+    rank: int, world_size: int, num_bytes: int = PROBE_BYTES, device: torch.device | None = None
+) -> Algorithm[Matrix]:
+    """Measure the bandwidth between all pairs of ranks, which exchange a message of zeros.
+
+    All pairs of a round exchange at the same time, as in a decentralized algorithm, so a link that
+    several pairs share is measured with their traffic. There are W - 1 rounds, or W if W is odd.
+    Each begins with an all-gather, so that all ranks start at about the same time. A bandwidth
+    includes the latency of a message.
+
+    Args:
+        rank: this rank.
+        world_size: W.
+        num_bytes: the size of a message.
+        device: the device of the messages; the CPU if None.
+
+    Returns:
+        (W, W): bytes per second in each direction, the lower one of the measurements of both ranks;
+        equal on all ranks. 0 on the diagonal.
+    """
+    own = torch.zeros(world_size, dtype=torch.float64, device=device)
+    sent = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    for matching in round_robin(world_size):
+        peer = find_peer(matching, rank)
+        yield AllGatherScalar(0)
+        began = yield Now()
+        received = yield SendReceive(sent, rank if peer is None else peer)
+        _wait_for(received)
+        ended = yield Now()
+        if peer is not None:
+            # at least a nanosecond, so that a link without limits has a finite bandwidth
+            own[peer] = num_bytes / max(ended - began, 1e-9)
+    measured = (yield AllGather(own)).cpu().numpy()
+    return np.asarray(np.minimum(measured, measured.T))
+
+
+def _wait_for(values: Tensor) -> None:
+    """Wait until a tensor on a GPU has been received."""
+    if values.is_cuda:
+        int(values[-1])
 
 
 def saps(
     density: float = 0.01,
     bandwidth: Tensor | NDArray[Any] | Sequence[Sequence[float]] | None = None,
     *,
-    window: int | None = None,
-    threshold: float | None = None,
     probe_interval: int | None = None,
     seed: int = 0,
     local_steps: int | str = 1,
@@ -67,12 +118,6 @@ def saps(
         bandwidth: (W, W), the bandwidth of each pair of ranks in any unit, the same matrix on all
             ranks; 0 for pairs that cannot communicate. The lower one of (i, j) and (j, i) counts.
             None for equal bandwidths, or to measure them with `probe_interval`.
-        window: the number of exchanges after which a pair no longer counts as connected. A larger
-            window selects faster pairs, and averages more slowly between groups of fast pairs. None
-            for W / 2, rounded up, the least with which any 2 * `window` exchanges are guaranteed to
-            connect all ranks.
-        threshold: the bandwidth from which a pair is fast; None for half of the best bottleneck of
-            a matching (`bottleneck_threshold`).
         probe_interval: measure the bandwidths in bytes per second before the first exchange, and
             again every `probe_interval` exchanges, in place of `bandwidth`. A measurement exchanges
             1 MiB between all pairs; the runs are no longer reproducible. None to not measure.
@@ -85,7 +130,7 @@ def saps(
     """
     check_count("control_interval", control_interval, 1)
     check_count("seed", seed)
-    matching = AdaptiveMatching(bandwidth, window, threshold, probe_interval, seed)
+    matching = AdaptiveMatching(bandwidth, probe_interval, seed)
     return Recipe(
         "SAPS",
         EveryInterval(),
@@ -99,18 +144,11 @@ def saps(
 class AdaptiveMatching(Matching):
     """Pairs with fast links that keep the ranks connected over time; see `saps`."""
 
-    def __init__(
-        self,
-        bandwidth: Any,
-        window: int | None,
-        threshold: float | None,
-        probe_interval: int | None,
-        seed: int,
-    ) -> None:
-        if window is not None:
-            check_count("window", window, 1)
-        if threshold is not None:
-            check_at_least_zero("threshold", threshold)
+    window: int
+    """the number of rounds in which a pair is recent: W / 2, rounded up, the least with which any
+    2 * `window` exchanges are guaranteed to connect all ranks"""
+
+    def __init__(self, bandwidth: Any, probe_interval: int | None, seed: int) -> None:
         if probe_interval is not None:
             check_count("probe_interval", probe_interval, 1)
         if bandwidth is not None and probe_interval is not None:
@@ -119,9 +157,6 @@ class AdaptiveMatching(Matching):
                 "measure them"
             )
         self.given_bandwidth = None if bandwidth is None else _read_matrix(bandwidth)
-        self.window = window or 0
-        """the number of rounds in which a pair is recent; 0 for the default before `attach`"""
-        self.threshold = threshold
         self.probe_interval, self.seed = probe_interval, seed
 
     def attach(self, strategy: "Strategy") -> None:
@@ -137,7 +172,7 @@ class AdaptiveMatching(Matching):
                 f"bandwidths of {len(self.given_bandwidth)} ranks for {world_size} ranks\n\n"
                 "hint: give a matrix with a row and a column for each rank"
             )
-        self.window = self.window or (world_size + 1) // 2
+        self.window = (world_size + 1) // 2
         self.initialize()
 
     def initialize(self) -> None:
@@ -156,10 +191,7 @@ class AdaptiveMatching(Matching):
         if self.given_bandwidth is not None:
             digest = hashlib.sha256(self.given_bandwidth.tobytes()).hexdigest()[:8]
             bandwidth = f"{self.given_bandwidth.shape} {digest}"
-        return (
-            f"bandwidth={bandwidth}, window={self.window}, threshold={self.threshold}, "
-            f"probe_interval={self.probe_interval}, seed={self.seed}"
-        )
+        return f"bandwidth={bandwidth}, probe_interval={self.probe_interval}, seed={self.seed}"
 
     def choose(self, round: int) -> Algorithm[list[Edge]]:
         """See `Matching`; communicates only to measure bandwidths."""
@@ -224,9 +256,7 @@ class AdaptiveMatching(Matching):
     def _set_bandwidth(self, bandwidth: Matrix) -> None:
         self.bandwidth = bandwidth
         """(W, W): the current bandwidths, symmetric, equal on all ranks"""
-        self.fast_threshold = (
-            bottleneck_threshold(bandwidth) if self.threshold is None else self.threshold
-        )
+        self.fast_threshold = bottleneck_threshold(bandwidth)
         """the bandwidth from which a pair is fast"""
 
 

@@ -209,8 +209,7 @@ class Staggered(Policy):
         """See `RecipePart`."""
         check_value(shared, "origin")
         check_value(shared, "period", 1)
-        if self.requested_delay == "auto" or "delay" in shared:
-            check_value(shared, "delay")
+        check_value(shared, "delay")
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]

@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.optim.resize import check_mapping
-from gcnzc.optim.state_layout import (
-    SavedTensor,
-    check_inner_state,
-    check_tensor,
-    check_value,
-)
+from gcnzc.optim.state_layout import SavedTensor, check_inner_state, check_tensor, check_value
 
 if TYPE_CHECKING:
     from gcnzc.optim.strategy.strategy import Strategy
@@ -25,7 +20,7 @@ if TYPE_CHECKING:
 SECTIONS = ("shared", "local", "shards")
 """the parts of a snapshot that have tensors"""
 COUNTERS = {"counters": (2,), "num_exchanges": (), "since": ()}
-"""the shapes of tensors of counters in `local`, which states of older versions do not have"""
+"""the shapes of tensors of counters in `local`"""
 
 
 def take_snapshot(strategy: "Strategy") -> dict[str, Any]:
@@ -90,13 +85,14 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
     strategy.check_rank_state(snapshot)
     shared, local, shards = (snapshot[section] for section in SECTIONS)
     numbers, interval, parts = shared["numbers"], strategy.sync_interval, strategy.recipe.parts
+    is_uniform = strategy.recipe.policy.is_uniform
     for name in ("steps", "since", "local_steps"):
         check_value(numbers, name)
     check_value(numbers, "is_plain", kind=bool)
-    if "num_exchanges" in shared:
-        check_value(shared, "num_exchanges")
     _check_parameters(strategy, snapshot)
     if not numbers["is_plain"]:
+        if is_uniform:
+            check_value(shared, "num_exchanges")
         for part in parts:
             part.check_state(shared, local, shards)
         _check_tensors(strategy, snapshot)
@@ -106,8 +102,7 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
     strategy.share_inner_state()
     strategy.steps, strategy.steps_since_sync = numbers["steps"], numbers["since"]
     # with another number of ranks, the counters are means
-    counters = local.get("counters", torch.zeros(2)).tolist()
-    strategy.skipped, strategy.dropped = map(round, counters)
+    strategy.skipped, strategy.dropped = map(round, local["counters"].tolist())
     if interval.requested == "auto" and numbers["local_steps"]:
         interval.steps, interval.is_measuring = numbers["local_steps"], False
     strategy.load_errors(snapshot["errors"])
@@ -120,10 +115,11 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
             strategy.initialize()
         return
     if not strategy.is_inner_only:
-        # states of older versions have `num_exchanges` in `shared`, or not at all
-        num_exchanges = local.get("num_exchanges", shared.get("num_exchanges", 0))
-        strategy.num_exchanges = round(float(num_exchanges))
-        strategy.steps_since_sync = round(float(local.get("since", strategy.steps_since_sync)))
+        if is_uniform:
+            strategy.num_exchanges = shared["num_exchanges"]
+        else:
+            strategy.num_exchanges = round(float(local["num_exchanges"]))
+            strategy.steps_since_sync = round(float(local["since"]))
     for part in parts:
         load = part.load_alone if strategy.is_inner_only else part.load
         load(shared, local, shards)
@@ -137,8 +133,9 @@ def _check_parameters(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None
     is_shared = "parameters" in shared
     vector = SavedTensor((strategy.flat_params.num_elements,), may_overflow=not is_shared)
     check_tensor(shared if is_shared else local, "parameters", vector)
+    has_own = not (strategy.recipe.policy.is_uniform or shared["numbers"]["is_plain"])
     for name, shape in COUNTERS.items():
-        if name in local:
+        if has_own or name == "counters":
             check_tensor(local, name, SavedTensor(shape, least=0))
 
 

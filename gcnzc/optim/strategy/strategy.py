@@ -4,8 +4,10 @@ Notation: W ranks, n elements of the flat parameter vector, k extras (numbers ap
 exchanged vector, such as signals), H steps from one synchronization to the next.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, overload
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,12 +22,34 @@ from gcnzc.optim.late_phase import FEWER_LOCAL_STEPS
 from gcnzc.optim.local.sync_interval import MAX_OVERLAP_SHARE, MAX_SHARE, Clocks, SyncInterval
 from gcnzc.optim.strategy.control import Control
 from gcnzc.optim.strategy.finite_mean import complete_mean, prepare_mean, reduce
-from gcnzc.optim.strategy.namespaces import claim_namespace
 from gcnzc.optim.strategy.overlapped_control import OverlappedControl
 from gcnzc.optim.strategy.recipe import Recipe
 from gcnzc.optim.strategy.state import load_snapshot, take_snapshot
 from gcnzc.optim.validation import check_no_unknown
 from gcnzc.optim.wrapper import Wrapper
+
+# Names of channels and store keys that belong to one optimizer of a group.
+
+
+_CLAIMS: "WeakKeyDictionary[Group, Counter[str]]" = WeakKeyDictionary()
+
+
+def claim_namespace(group: Group, identity: str) -> str:
+    """Return a prefix for the names of channels and keys, different from all others of the group.
+
+    An optimizer claims it before it first uses a channel or a key. Copies have the same identity,
+    but each copy that communicates has a prefix of its own. Prefixes are the same on all ranks if
+    the optimizers and their copies first communicate in the same order; otherwise the ranks open
+    channels of different names, which is a `RequestMismatch`.
+
+    Args:
+        group: the ranks that communicate.
+        identity: the identity of the optimizer.
+    """
+    claims = _CLAIMS.setdefault(group, Counter())
+    claims[identity] += 1
+    number = claims[identity] - 1
+    return f"{identity} copy {number}" if number else identity
 
 
 class Strategy(Wrapper):

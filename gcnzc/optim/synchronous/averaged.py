@@ -10,7 +10,7 @@ Notation: W ranks, P parameters.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +19,131 @@ from torch.optim import Optimizer
 from gcnzc.compress import Compression, Reducer
 from gcnzc.compress.reducer import check_error_values
 from gcnzc.compress.registry import check_compression
-from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, Group, Mean
+from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Group, Mean
 from gcnzc.exchange.layout import group_by_dtype
 from gcnzc.exchange.sync import check_same
 from gcnzc.kernels.finite import can_be_squared, mark_large
 from gcnzc.optim.finite_gradients import count_bad_elements, have_finite_gradients
-from gcnzc.optim.flat_parameters import FlatParameters
+from gcnzc.optim.flat_parameters import FlatParameters, to_device
 from gcnzc.optim.group_options import option_lines, trained_lines
 from gcnzc.optim.resize import check_is_inner, check_mapping
 from gcnzc.optim.state_layout import add_counts, check_inner_state, check_value, split_counts
-from gcnzc.optim.synchronous.masked_step import Momentum, choose_momentum, step_on_supports
-from gcnzc.optim.synchronous.sparse_gradients import SPARSE, gradient_layout, mean_of_sparse
 from gcnzc.optim.validation import check_above_zero
 from gcnzc.optim.wrapper import Wrapper
 from gcnzc.system.scalars import read_scalars, scalars_like
+
+# Steps of an optimizer at some elements of its parameters only.
+#
+# With a sparse compression and error feedback, each element of the mean gradient is 0 in most
+# steps. When the element is sent, it is the sum of its gradients since it was last sent.
+# Heavy-ball momentum would apply that sum again in the following steps, without new gradients
+# that correct it. A masked step leaves parameters and momentum unchanged where no rank has sent
+# an element, so an element's momentum is updated as often as its gradient.
+
+
+Momentum: TypeAlias = Literal["everywhere", "masked"]
+
+
+def choose_momentum(momentum: Momentum | None, compress: Compression | None) -> Momentum:
+    """Return the argument `momentum` of `Averaged`, or the default for a compression.
+
+    Raises:
+        ValueError: there is no such value, or it is "masked" without compression.
+    """
+    if momentum is None:
+        return "everywhere" if compress is None else compress.momentum
+    if momentum not in get_args(Momentum):
+        raise ValueError(
+            f"momentum={momentum!r}\n\nhint: use one of {', '.join(get_args(Momentum))}, or None"
+        )
+    if momentum == "masked" and compress is None:
+        raise ValueError(
+            "momentum='masked' without compression, which sends all elements\n\nhint: also give a "
+            "sparse compression, such as compress=RandomK(0.05)"
+        )
+    return momentum
+
+
+@torch.no_grad()
+def step_on_supports(inner: Optimizer, supports: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Take an optimizer's step, and undo it at the elements that are not in a support.
+
+    It undoes changes of the parameters and of the tensors of the optimizer's state that have a
+    parameter's shape. A tensor that the step creates becomes 0 there. The state `step`, with which
+    Adam corrects its bias, counts all steps.
+
+    Args:
+        inner: the optimizer.
+        supports: parameters, and for each a bool mask of its shape. The step is not restricted for
+            other parameters.
+    """
+    saved = [
+        ({name: each.clone() for name, each in _elementwise(inner, parameter)}, parameter.clone())
+        for parameter, _ in supports
+    ]
+    inner.step()
+    for (parameter, support), (state, values) in zip(supports, saved, strict=True):
+        torch.where(support, parameter, values, out=parameter.detach())
+        for name, tensor in _elementwise(inner, parameter):
+            if name in state:
+                torch.where(support, tensor, state[name], out=tensor)
+            else:
+                tensor.masked_fill_(~support, 0)
+
+
+def _elementwise(inner: Optimizer, parameter: Tensor) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a parameter's state that have an element for each of its elements."""
+    # the count of steps has the shape of a parameter that is a scalar
+    return [
+        (name, each)
+        for name, each in inner.state.get(parameter, {}).items()
+        if isinstance(each, Tensor) and each.shape == parameter.shape and name != "step"
+    ]
+
+
+# The layouts of gradients, and the mean of a sparse gradient over the ranks.
+
+
+NONE, DENSE, SPARSE = 0, 1, 2
+
+
+def gradient_layout(parameter: nn.Parameter) -> int:
+    """Return the layout of a parameter's gradient: `NONE`, `DENSE` or `SPARSE`."""
+    if parameter.grad is None:
+        return NONE
+    return SPARSE if parameter.grad.is_sparse else DENSE
+
+
+def mean_of_sparse(parameter: nn.Parameter, factor: float | Tensor) -> Algorithm[Tensor | None]:
+    """Return the weighted mean of a sparse gradient over the ranks; None if no rank has one.
+
+    It is a coalesced sparse tensor with the rows of all ranks.
+    """
+    gradient = parameter.grad
+    columns = parameter.shape[1:]
+    rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
+    values = parameter.detach().new_empty(0, *columns)
+    if gradient is not None:
+        gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
+        gradient = gradient.coalesce()
+        rows, values = (
+            gradient.indices()[0],
+            gradient.values() * to_device(factor, parameter.device),
+        )
+    counts = yield AllGatherScalar(len(rows))
+    if not sum(counts):
+        return None
+    width = columns.numel()
+    everywhere = len(counts)
+    all_rows = yield AllToAll([rows] * everywhere, counts)
+    flat = values.reshape(-1)
+    all_values = yield AllToAll([flat] * everywhere, [count * width for count in counts])
+    return torch.sparse_coo_tensor(
+        torch.cat(all_rows)[None],
+        torch.cat(all_values).view(-1, *columns) / everywhere,
+        parameter.shape,
+        check_invariants=False,
+    ).coalesce()
 
 
 class Averaged(Wrapper):

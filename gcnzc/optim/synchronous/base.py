@@ -142,12 +142,8 @@ class Replicated(DistributedOptimizer):
         return sums.clamp_(-largest, largest)
 
     def restore_sums(self, saved: Tensor) -> Tensor:
-        """Copy sums of gradients from a state; elements that are not finite become 0.
-
-        Older versions saved states with such elements.
-        """
-        sums = saved.to(self.flat_params.device, self.flat_params.dtype, copy=True)
-        return self.bound_sums(sums.nan_to_num_(0.0, 0.0, 0.0))
+        """Copy sums of gradients from a state, which may be of another number of ranks."""
+        return self.bound_sums(saved.to(self.flat_params.device, self.flat_params.dtype, copy=True))
 
     def layout_lines(self) -> list[str]:
         """See `DistributedOptimizer`."""

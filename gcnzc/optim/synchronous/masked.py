@@ -390,13 +390,9 @@ class Masked(Settling):
                     "settling of the state has elements that are active or not in ascending order"
                     f"\n\n{DAMAGED_HINT}"
                 )
-        if (sums := snapshot["local"].get("pending_gradients")) is not None:
-            # older versions of 0/1 Adam saved the sums of all elements
+        if snapshot["local"].get("pending_gradients") is not None:
             inactive = int((~vectors["active"]).sum()) - num_settling
-            is_whole = isinstance(sums, Tensor) and sums.numel() == count - offset
-            shape = (count - offset if is_whole else inactive,)
-            expected = SavedTensor(shape, may_overflow=True)
-            check_tensor(snapshot["local"], "pending_gradients", expected)
+            check_tensor(snapshot["local"], "pending_gradients", SavedTensor((inactive,)))
 
     def count_momentum_elements(self, snapshot: Mapping[str, Any]) -> int:
         """Return the number of elements of `momentum` among the vectors of a snapshot."""
@@ -409,13 +405,11 @@ class Masked(Settling):
         self._slices = self._uncompressed_reducer = None
         if "active" not in self.vectors:
             return
-        saved, inactive = snapshot["local"].get("pending_gradients"), self.find_inactive()
+        saved = snapshot["local"].get("pending_gradients")
         if saved is None:
             self._allocate_pending_gradients()
             return
-        sums = self.restore_sums(saved)
-        # older versions of 0/1 Adam saved the sums of all elements (c,)
-        self.pending_gradients = sums if len(sums) == len(inactive) else sums[inactive]
+        self.pending_gradients = self.restore_sums(saved)
 
 
 def raise_to_neighbours(variance: Tensor, means: Tensor, width: int | None) -> None:

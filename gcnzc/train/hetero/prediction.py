@@ -33,7 +33,7 @@ from gcnzc.train.hetero.embeddings import embedded_types, load_embeddings
 from gcnzc.train.hetero.encoder import build_hetero_encoder, build_hetero_sampler, choose_fanouts
 from gcnzc.train.hetero.inference import hetero_outputs, node_outputs, with_embeddings
 from gcnzc.train.hetero.link_model import build_hetero_link_model
-from gcnzc.train.options import check_fanouts
+from gcnzc.train.options import check_layer_fanouts
 from gcnzc.train.prediction_outputs import (
     Array,
     LinkPredictions,
@@ -128,7 +128,7 @@ def load_hetero_model(
         ValueError: the graph does not fit the model.
     """
     path = source or graph_of_run(run, trained)
-    schema = read_schema(run, trained)
+    schema = read_schema(run)
     data = load_unlabelled(trained, path, schema.target)
     check_names(schema, data, path)
     model: nn.Module
@@ -174,7 +174,7 @@ def check_prediction_options(
         )
     if fanouts is None:
         return
-    check_fanouts(fanouts)
+    check_layer_fanouts(fanouts)
     if len(fanouts) != loaded.config.layers:
         raise ValueError(
             f"{len(fanouts)} fanouts ({','.join(map(str, fanouts))}) for {loaded.config.layers} "

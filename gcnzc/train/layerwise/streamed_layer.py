@@ -19,12 +19,7 @@ from gcnzc.kernels.aggregate.degree_scales import inverse_sqrt_degrees
 from gcnzc.models.layer_edges import LayerEdges
 from gcnzc.models.stack import Model
 from gcnzc.train.layerwise.layer import FullLayer, gather_rows
-from gcnzc.train.layerwise.ranges import (
-    assign_equal_ranges,
-    degrees_of,
-    ids_of_range,
-    row_index,
-)
+from gcnzc.train.layerwise.ranges import assign_equal_ranges, degrees_of, ids_of_range, row_index
 from gcnzc.train.layerwise.scratch import Scratch
 from gcnzc.train.layerwise.stored_rows import StoredTable, bytes_of, map_rows
 from gcnzc.train.layerwise.workers import Workers

@@ -18,13 +18,7 @@ from gcnzc.sampling.neighbor import SamplerProtocol
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.encoders import build_encoder
 from gcnzc.train.inference import inference
-from gcnzc.train.tasks.base import (
-    EVALUATED,
-    Progress,
-    Scores,
-    broadcast_scores,
-    build_evaluator,
-)
+from gcnzc.train.tasks.base import EVALUATED, Progress, Scores, broadcast_scores, build_evaluator
 
 
 class LinkTask:
