@@ -13,10 +13,17 @@ import numpy as np
 import torch
 
 from gcnzc.datasets import csvgz, ogb
-from gcnzc.datasets.rows import Array, Rows, rows_from_array
+from gcnzc.datasets.rows import Allocate, Array, Progress, Rows, rows_from_array
 from gcnzc.datasets.source import SPLITS, EdgeDefaults, EdgeSplitArrays
 from gcnzc.datasets.store import atomic_folder
 from gcnzc.graph.arrays import ArrayGraph
+
+
+class _Unchecked(ArrayGraph):
+    """A graph whose edges are written as they are, also invalid ones."""
+
+    def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
+        return self.ends
 
 
 def write_nodes(
@@ -46,7 +53,7 @@ def write_nodes(
             and mapping.
     """
     rows = features if isinstance(features, Rows | None) else rows_from_array(features, "features")
-    graph = ArrayGraph(
+    graph = _Unchecked(
         Path(path).name,
         len(labels),
         (np.asarray(edge_index[0]), np.asarray(edge_index[1])),
