@@ -171,19 +171,6 @@ def test_frames_arrive_with_the_requested_latency(switch):
 
 
 @needs_namespaces
-def test_machines_have_separate_namespaces():
-    mark = f"of-{os.getpid()}"
-    look = "cat /proc/sys/kernel/hostname; ls /sys/class/net"
-    words = ["sh", "-c", f"{look}; echo > /dev/shm/{mark}-$RANK; echo $KEPT"]
-    with Cluster(2) as cluster:
-        first = cluster.run(lambda _: words, environment={"KEPT": "1"})
-        second = cluster.run(lambda _: ["ls", "/dev/shm"])
-    assert first.output == [f"machine{rank}\neth0\nlo\n1\n" for rank in range(2)]
-    assert second.output == [f"{mark}-{rank}\n" for rank in range(2)]
-    assert not list(Path("/dev/shm").glob(f"{mark}-*"))
-
-
-@needs_namespaces
 def test_exit_codes_and_the_time_limit():
     with Cluster(2) as cluster:
         ran = cluster.run(lambda rank: ["sh", "-c", f"exit {3 * rank}"])

@@ -328,3 +328,13 @@ def test_an_epoch_of_a_single_step_is_reported(graph, tmp_path, capsys):
     assert message in capsys.readouterr().err
     assert main([*words, "--batch-size", "32", "--out", str(tmp_path / "several")]) == 0
     assert message not in capsys.readouterr().err
+
+
+def test_a_file_in_the_place_of_a_folder_is_named(run, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    words = ["embed-nodes", run, "--out", tmp_path / "rows.npy", "--scratch"]
+    for folder in (file, file / "in"):
+        text = answer_of(capsys, [*words, folder], 1)
+        assert re.search(rf"error: {file}(/in)? is not a folder", text)
+        assert "hint: choose another path" in text

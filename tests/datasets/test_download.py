@@ -124,19 +124,6 @@ def test_an_interrupted_download_is_resumed(site: Site, tmp_path: Path) -> None:
     assert site.asked == [None, "bytes=1000-", "bytes=1700-"]
 
 
-@pytest.mark.parametrize("why", ["no ranges", "no stamp", "weak stamp", "no length"])
-def test_a_server_without_ranges_restarts_the_download(
-    site: Site, tmp_path: Path, why: str
-) -> None:
-    site.ranges = why != "no ranges"
-    site.length = why != "no length"
-    if "stamp" in why:
-        site.stamp = None if why == "no stamp" else 'W/"one"'
-    site.breaks = [] if why == "no length" else [1000, 1000]
-    path = fetch(site.remote, tmp_path / "downloads")
-    assert contents(path) == contents(tmp_path / "source")
-
-
 def test_a_changed_file_restarts_the_download(site: Site, tmp_path: Path) -> None:
     here = tmp_path / "downloads"
     site.breaks = [500, 0, 0]

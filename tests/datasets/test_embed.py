@@ -73,20 +73,6 @@ def test_connected_components_have_orthogonal_rows():
     assert np.abs(nearness[~same]).max() < 0.1
 
 
-@pytest.mark.parametrize(
-    ("num_nodes", "edges"), [(0, []), (1, []), (1, [(0, 0)]), (2, [(0, 1)]), (5, []), (3, [(2, 0)])]
-)
-def test_the_smallest_graphs_have_embeddings(num_nodes, edges):
-    src, dst = np.array(edges, np.int64).reshape(-1, 2).T
-    rows = of_edges(src, dst, num_nodes)
-    assert rows.shape == (num_nodes, 16)
-    assert np.isfinite(rows).all()
-    joined = np.isin(
-        np.arange(num_nodes), [end for edge in edges if edge != (0, 0) for end in edge]
-    )
-    np.testing.assert_array_equal(rows.any(axis=1), joined)
-
-
 def test_dimensions_beyond_the_number_of_nodes_are_zero():
     src, dst, _ = communities(20, 2)
     rows = of_edges(src, dst, 20, dims=64)

@@ -4,10 +4,8 @@ import re
 
 import numpy as np
 import pytest
-import torch
 
 import gcnzc
-from gcnzc.cli import main
 from gcnzc.datasets.source import describe_gap, describe_missing
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.train.config import TrainConfig
@@ -76,22 +74,3 @@ def test_a_run_reports_missing_labels_and_distant_classes_of_a_folder(tmp_path, 
     )
     assert named.nodes("a").classes[255] == "255"
     assert "node type 'a'" not in caplog.text
-
-
-def test_typed_graphs_report_them_too(tmp_path, caplog, capsys):
-    graph = HeteroGraph.from_arrays(
-        {"a": {"features": torch.ones(24, 2), "labels": LABELS, "split": SPLITS}},
-        {("a", "to", "a"): EDGES},
-    )
-    assert "node type 'a': the labels have 3 different classes, and none from 2" in caplog.text
-    graph.nodes("a").labels[:3] = -1
-    graph.save(tmp_path / "data")
-    listener = Listener()
-    config = TrainConfig(
-        data=tmp_path / "data", model="rgcn", fanouts=(2,), layers=1, epochs=1, hidden=4
-    )
-    train(config, tmp_path / "run", listener)
-    assert "3 of 24 labels are missing" in listener.said
-    assert any(said.startswith("warning: the labels have 3 different") for said in listener.said)
-    assert main(["prepare", str(tmp_path / "data"), str(tmp_path / "again")]) == 0
-    assert "node type 'a': 3 of 24 labels are missing" in capsys.readouterr().err

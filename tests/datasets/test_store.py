@@ -327,3 +327,12 @@ def test_folders_are_copied_and_checked(tmp_path: Path) -> None:
     assert copy.read_text() == "0,zero\n"
     entry = store.read_meta(tmp_path / "a")["files"]["mapping/deep/nodes.csv"]
     assert entry == {"bytes": 7, "crc32": store.checksum(copy)}
+
+
+def test_a_destination_that_cannot_be_created_is_an_error_with_a_hint(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(OSError, match=r"dest cannot be created: (.|\n)*hint: choose a folder"),
+        store.atomic_folder(tmp_path / "file" / "folder" / "dest"),
+    ):
+        pass

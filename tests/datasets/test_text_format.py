@@ -93,28 +93,6 @@ def test_published_lists_of_edges(file, text, expected, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "text", "expected"),
-    [
-        ('header = false\ncomment = "#"', "#source,target\nann,bob\nbob,cid\n", NAMES),
-        ("header = true", "# two words\nsource,target\nann,bob\nbob,cid\n", NAMES),
-        ('header = false\ncomment = ""', "#a,#b\n#b,c\n", [("#a", "#b"), ("#b", "c")]),
-        ('comment = "!"', "! no edge\nsource,target\nann,bob\n! 1\nbob,cid\n", NAMES),
-        ('header = false\nseparator = " "', "ann  bob\nbob\tcid\n", NAMES),
-        ('comment = "#"', "# c\nsource,target\nann,bob\n#a,b\nbob,cid\n", NAMES),
-        ("header = true", "0,1\n5,6\n", [("5", "6")]),
-        ('comment = "#"', "#w,source,target\n0,1,7\n1,2,8\n", [("0", "1"), ("1", "2")]),
-        ("header = false", "ann,bob,may\nbob,cid,may\n", NAMES),
-        ("header = true", "a,b\nann,bob\nbob,cid\n", NAMES),
-        ("header = false", "ann,bob\nbob,cid\n", NAMES),
-        ('comment = ""\nsource = "#a"\ntarget = "b"', "#a,b\nann,bob\nbob,cid\n", NAMES),
-        ('source = "2"\ntarget = "1"', "9 1 0\n9 2 1\n", [("0", "1"), ("1", "2")]),
-    ],
-)
-def test_options_set_what_is_not_determined(options, text, expected, tmp_path):
-    assert edges(read(tmp_path, text, "a.csv", options)) == expected
-
-
-@pytest.mark.parametrize(
     ("file", "text", "message"),
     [
         (

@@ -225,6 +225,7 @@ def assert_read(read, given):
         assert (read[f"{part}:paper"] == ids).all()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("form", ["csv", "binary"])
 def test_ogb_reads_what_is_written(theirs, form):
     given = drawn(1)
@@ -242,6 +243,7 @@ def test_ogb_reads_what_is_written(theirs, form):
             assert (read[f"edge_feat_dict:{cites}"] == given["edge_features"]).all()
 
 
+@pytest.mark.processes
 def test_files_like_those_of_ogbn_mag_are_read_as_ogb_reads_them(theirs):
     given = drawn(2)
     graph = HeteroGraph.from_ogb(theirs / "mag")
@@ -261,6 +263,7 @@ def test_files_like_those_of_ogbn_mag_are_read_as_ogb_reads_them(theirs):
     assert OgbHetero(theirs / "mag").num_classes is None
 
 
+@pytest.mark.processes
 def test_what_ogb_writes_is_read(theirs):
     given = drawn(3)
     path = theirs / "submission_ogbn_theirs/theirs"

@@ -61,6 +61,7 @@ def test_indices_may_be_a_dictionary_with_the_only_type(graph):
         DataLoader(graph, {"paper": ids}, loading.NeighborSampler([2]))
 
 
+@pytest.mark.processes
 def test_worker_processes_return_the_minibatches_of_the_process_that_starts_them(graph):
     # as under Accelerate with num_workers; the worker starts without DGL
     graph = graph.clone()

@@ -162,18 +162,6 @@ def test_batches_do_not_depend_on_threads_or_order(threads, graph, edges):
         assert_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("kind", ["uniform", "both"])
-def test_negatives_of_an_edge_do_not_depend_on_its_batch(kind, graph, edges):
-    sampler = LinkSampler(graph, edges, [1], negatives=kind, num_negatives=2)
-    alone = ids(sampler.sample(torch.tensor([8]), 2))[:, 1:]
-    among = ids(sampler.sample(torch.tensor([5, 8, 9]), 2))[:, 3:]
-    assert torch.equal(among[:, 2:4], alone)
-    for other in (sampler.sample(torch.tensor([8]), 3), LinkSampler(
-        graph, edges, [1], negatives=kind, num_negatives=2, seed=1
-    ).sample(torch.tensor([8]), 2)):  # fmt: skip
-        assert not torch.equal(ids(other)[:, 1:], alone)
-
-
 def test_a_loader_iterates_over_edge_indices(graph, edges):
     table = FeatureTable(torch.randn(300, 4))
     sampler = LinkSampler(graph, edges, [3, 3], num_negatives=2)

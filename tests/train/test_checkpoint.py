@@ -86,7 +86,7 @@ while True:
 
 def test_a_process_killed_while_saving_leaves_a_whole_checkpoint(tmp_path):
     path = tmp_path / "c.pt"
-    for turn in range(4):
+    for turn in range(2):
         with subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(path)], stdout=subprocess.PIPE
         ) as process:

@@ -70,18 +70,6 @@ def test_limits(case):
     torch.testing.assert_close(smooth(propagate, predicted, unknown, nodes, 5, 0.0), predicted)
 
 
-def test_a_node_with_an_unknown_label_gets_the_errors_of_its_neighbours():
-    # a path 0 - 1 - 2; the label of the training node 1 is unknown
-    sources, targets = torch.tensor([0, 1, 1, 2]), torch.tensor([1, 0, 2, 1])
-    propagate = Propagation(Graph.from_edges(sources, targets, 3))
-    predicted, nodes = torch.full((3, 1), 0.5), torch.tensor([0, 1])
-    truth = torch.tensor([[1.0], [torch.nan]])
-    found = correct(propagate, predicted, truth, nodes, 2, 1.0, 1.0)
-    # the error 0.5 of node 0, divided by the square root of the degrees 1 and 2
-    share = 0.5 / 2**0.5
-    torch.testing.assert_close(found, 0.5 + torch.tensor([[0.5], [share], [share / 2**0.5]]))
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run on a graph whose labels follow its edges, and whose features say little."""

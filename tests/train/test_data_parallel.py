@@ -219,19 +219,6 @@ def test_the_timeline_shows_all_workers_on_one_clock(config, tmp_path):
     assert (tmp_path / "run" / "timeline.png").stat().st_size > 0
 
 
-def test_workers_of_a_machine_shard_a_feature_cache(config, tmp_path):
-    config = replace(config, batch_size=30, features="cached", cache_size="0.2")
-    split = replace(config, cache_sharded=True)
-    found = results(2, tmp_path, train_as_worker, split, tmp_path / "split")
-    whole = results(2, tmp_path, train_as_worker, config, tmp_path / "whole")
-    for mine, its in zip(found, whole, strict=True):
-        # the same rows are hot, and about half of them are the other's
-        for key in ("hit_rate", "predicted_hit_rate", "bytes_saved", "test_accuracy"):
-            assert mine[key] == its[key]
-        assert its["peer_hit_rate"] == 0
-        assert mine["peer_hit_rate"] == pytest.approx(mine["hit_rate"] / 2, rel=0.1)
-
-
 def test_clock_offsets_are_corrected():
     def spans(rank):
         own = [Span("compute", "model", 100.0 * rank, 100.0 * rank + 1)]

@@ -203,12 +203,3 @@ def test_wrong_options_are_rejected(graph, tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error
         assert "hint: " in error
-
-
-def test_sampled_evaluation_uses_the_fanouts_of_the_run(graph, tmp_path, capsys):
-    words = ["--evaluate", "sampled", "--evaluate-fanouts", "-1,-1"]
-    line_of(capsys, "train", graph / "g", *OPTIONS, *words, "--out", tmp_path / "run")
-    exact, _ = line_of(capsys, "evaluate", tmp_path / "run")
-    found, _ = line_of(capsys, "evaluate", tmp_path / "run", "--evaluate", "sampled")
-    for part in ("train", "valid", "test"):
-        assert found[f"{part}_accuracy"] == pytest.approx(exact[f"{part}_accuracy"], abs=1e-3)

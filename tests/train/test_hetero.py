@@ -144,16 +144,6 @@ def test_temporal_neighbours_and_sampled_evaluation(config, tmp_path):
         assert "with sampled neighbours; --evaluate sampled repeats that" in said[0]
 
 
-def test_neighbours_at_any_time_cause_a_warning(config, tmp_path):
-    for temporal, number in (("none", 1), ("uniform", 0)):
-        said = []
-        reporter = NullReporter()
-        reporter.say = said.append
-        own = replace(config, temporal=temporal, epochs=1)
-        train(own, tmp_path / temporal, reporter=reporter)
-        assert sum("--temporal uniform samples earlier ones" in text for text in said) == number
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -112,17 +112,6 @@ def test_given_reverse_types_are_held_out_and_excluded(folder, given):
     assert HeteroLinkTask(config, data).sampler.reverse_types == [BOUGHT]
 
 
-def test_a_type_given_as_its_own_reverse_is_held_out_in_pairs(tmp_path):
-    """Some edges have no reverse, so it is not found."""
-    edges = symmetric().edges(KNOWS).edge_index()[:, :500]
-    graph = HeteroGraph.from_arrays({"user": USERS}, {KNOWS: edges})
-    split = split_edges(graph, KNOWS, "random", 0.1, 0.1, 0, keep=False, reverse_types=[KNOWS])
-    train, valid, test = (pairs_of(split.edges[name]) for name in ("train", "valid", "test"))
-    assert not (train | flipped(train)) & (valid | test)
-    assert not flipped(valid) & test
-    assert len(train) + len(valid) + len(test) >= 498
-
-
 @pytest.mark.filterwarnings("always:.*is not treated as a reverse type")
 def test_a_run_reports_and_stores_its_reverse_types(folder, tmp_path, capsys):
     own = ["--task", "link", "--edge-type", "buys", "--model", "hetero-sage", "--fanouts", "5"]

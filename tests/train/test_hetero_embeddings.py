@@ -63,25 +63,6 @@ def test_embeddings_are_trained_resumed_and_evaluated(optimizer, config, tmp_pat
     assert len(list((tmp_path / "stopped" / "embeddings").iterdir())) <= 4
 
 
-def test_only_the_last_files_remain_after_the_end(config, tmp_path):
-    def names(run):
-        return sorted(path.name.split("-")[0] for path in (run / "embeddings").iterdir())
-
-    run = tmp_path / "run"
-    line = train(replace(config, embedding_lr=0.1, epochs=3), run)
-    assert names(run) == ["best", "state"]
-    best = run / "embeddings" / f"best-{line['best_epoch'] - 1:06}.npz"
-    assert best.is_file()
-    # left by a process that was killed before its checkpoint
-    for stale in ("best-000099.npz", "state-000099.npz"):
-        (run / "embeddings" / stale).write_bytes(best.read_bytes())
-    for epochs in (3, 4):
-        line = train(replace(config, embedding_lr=0.1, epochs=epochs, resume=run), run)
-        assert names(run) == ["best", "state"]
-        again = evaluate(EvaluateConfig(run=run))
-        assert again["test_accuracy"] == line["test_accuracy"]
-
-
 def test_two_workers_compute_the_result_of_one(config, tmp_path):
     # without dropout and sampling, the gradient does not depend on the division into minibatches
     config = replace(config, dropout=0.0, fanouts=(-1, -1), optimizer="sgd", lr=0.05, epochs=2)

@@ -18,6 +18,7 @@ from gcnzc.train.hetero.data import TypedTables, open_tables
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.processes
 def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(tmp_path):
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     command = [sys.executable, "-m", "fake_cuda", "-m", "typed_gpu_runs", tmp_path]

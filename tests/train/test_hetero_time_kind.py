@@ -9,8 +9,7 @@ import torch
 from typed_shop import BOUGHT, BUYS, EDGES, ITEMS, USERS, build
 
 from gcnzc.graph.hetero import HeteroGraph
-from gcnzc.sampling.hetero_link import edge_times
-from gcnzc.train import embed_nodes, evaluate, predict, predict_links, train
+from gcnzc.train import embed_nodes, evaluate, predict_links, train
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.hetero.data import load_hetero
 from gcnzc.train.hetero.edge_split import split_edges_of_run
@@ -76,48 +75,6 @@ def test_edges_earlier_than_their_nodes_need_the_times_of_edges(tmp_path):
     with pytest.raises(ValueError, match="has times 'edge', not 'both'"):
         check_resumed_options(replace(resumed, times="both"), options, run)
     check_resumed_options(resumed, options, run)
-
-
-def with_labels(**more):
-    """Users to classify, at the times of their labels."""
-    whole, random = build(), np.random.default_rng(0)
-    order = random.permutation(USERS)
-    user = {
-        "features": whole.nodes("user").features,
-        "labels": np.arange(USERS) % 2,
-        "split": {"train": order[:80], "valid": order[80:100], "test": order[100:]},
-        "time": random.integers(0, 400, USERS),
-    }
-    edges = {
-        each: {"edge_index": whole.edges(each).edge_index(), "time": edge_times(whole, each)}
-        for each in (BUYS, BOUGHT)
-    }
-    nodes = {"user": user, "item": {"features": whole.nodes("item").features} | more}
-    return nodes, edges
-
-
-def test_nodes_are_classified_by_the_chosen_times(tmp_path):
-    nodes, edges = with_labels(time=np.arange(ITEMS))
-    HeteroGraph.from_arrays(nodes, edges).save(tmp_path / "all")
-    probabilities = {}
-    for times in ("edge", "node"):
-        # the same graph without the times that do not count: only users are seeds with times
-        own_nodes, own_edges = dict(nodes), edges
-        if times == "edge":
-            own_nodes["item"] = {"features": nodes["item"]["features"]}
-        else:
-            own_edges = {each: {"edge_index": own["edge_index"]} for each, own in edges.items()}
-        HeteroGraph.from_arrays(own_nodes, own_edges).save(tmp_path / times)
-        options = {"task": "node", "edge_type": "", "evaluate": "needed"}
-        run = tmp_path / f"{times}_run"
-        line = train(config_of(tmp_path / "all", **options, times=times), run)
-        assert evaluate(EvaluateConfig(run=run))["test_accuracy"] == line["test_accuracy"]
-        # with one layer, users are no sources
-        probabilities[times] = predict(run).probabilities
-        np.testing.assert_array_equal(
-            probabilities[times], predict(run, tmp_path / times).probabilities
-        )
-    assert np.abs(probabilities["edge"] - probabilities["node"]).max() > 1e-4
 
 
 @pytest.mark.parametrize("times", ["node", "both"])

@@ -167,7 +167,7 @@ def outputs_of_all(group: Group | None) -> list[Tensor]:
         nodes = torch.tensor([3, 50, 59, 50]) if some else None
         out = inference(model, graph, table, nodes=nodes, batch_nodes=7, group=group)
         found.append(out.clone())
-    for make_model, stack in itertools.product((SAGE, GCN, GAT, GATv2), STACKS):
+    for make_model, stack in zip((SAGE, GCN, GAT, GATv2), STACKS, strict=True):
         stacked = make_model(30, 8, 4, **stack)
         for nodes in (None, torch.tensor([3, 50, 59, 50])):
             out = inference(
@@ -203,11 +203,13 @@ def expected() -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-@pytest.mark.parametrize(("world_size", "per_machine"), [(2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "per_machine"), [pytest.param(2, 2, marks=pytest.mark.slow), (3, 2)]
+)
 def test_workers_compute_the_same_bits_as_one(expected, world_size, per_machine, tmp_path):
     shares = []
     for found, steps, num_bytes in results(world_size, tmp_path, work_on_outputs, per_machine):
-        assert len(found) == len(expected) == len(SPREAD) + 4 * len(STACKS) * 2
+        assert len(found) == len(expected) == len(SPREAD) + 2 * len(STACKS)
         for number, (mine, right) in enumerate(zip(found, expected, strict=True)):
             assert torch.equal(mine, right), number
         assert steps[-1][0] == steps[-1][1]
@@ -216,19 +218,6 @@ def test_workers_compute_the_same_bits_as_one(expected, world_size, per_machine,
     # each node once in each of three layers, by one of them
     assert sum(shares) == 180
     assert all(shares)
-
-
-def test_shares_have_about_equal_costs():
-    """Spans follow each other, none is lost, and no share is over by more than one span."""
-    spans = [(i, i + 1) for i in range(50)]
-    for seed, parts in itertools.product(range(20), (1, 2, 3, 7)):
-        costs = torch.randint(1, 30, (50,), generator=torch.Generator().manual_seed(seed)).tolist()
-        shares = ranges.divide_spans(spans, costs, parts)
-        assert list(itertools.chain(*shares)) == spans
-        assert len(shares) == parts
-        of_share = [sum(costs[begin] for begin, _ in share) for share in shares]
-        assert all(abs(cost - sum(costs) / parts) <= max(costs) for cost in of_share)
-    assert ranges.divide_spans([], [], 3) == [[], [], []]
 
 
 def test_invalid_arguments_are_rejected():

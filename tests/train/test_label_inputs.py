@@ -173,3 +173,10 @@ def test_columns_of_labels_train_with_every_metric(tmp_path):
     found = predict(tmp_path / "run", nodes="test")
     assert found.classes.shape == (100, 3)
     assert np.array_equal(found.classes, found.probabilities > 0.5)
+
+
+@pytest.mark.parametrize("batch_size", [64, "all"])
+def test_a_share_that_leaves_no_node_to_predict_is_refused(batch_size, config, tmp_path):
+    config = replace(config, batch_size=batch_size, label_inputs=0.999)
+    with pytest.raises(ValueError, match=r"--label-inputs 0\.999 leaves less than one of the"):
+        train(config, tmp_path / "run")

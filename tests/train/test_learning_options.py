@@ -30,11 +30,11 @@ def config(tmp_path_factory):
 
 
 CHOICES = {
-    "cosine": {"schedule": "cosine", "warmup_epochs": 1.5},
+    "cosine": {"schedule": "cosine", "warmup_epochs": 1.5}
+    | {"label_smoothing": 0.1, "class_weights": "balanced"},
     "step": {"schedule": "step", "step_epochs": 0.5, "optimizer": "onebit-adam"},
-    "decay": {"weight_decay": 0.1, "decay": "weights", "clip_gradients": 0.1},
-    "loss": {"label_smoothing": 0.1, "class_weights": "balanced"},
-    "ema": {"average": "ema", "average_decay": 0.9, "norm": "batch"},
+    "ema": {"average": "ema", "average_decay": 0.9, "norm": "batch"}
+    | {"weight_decay": 0.1, "decay": "weights", "clip_gradients": 0.1},
     "swa": {"average": "swa", "average_start": 0.0, "norm": "batch", "label_inputs": 0.5},
 }
 

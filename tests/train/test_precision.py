@@ -1,5 +1,6 @@
 """Runs in mixed precision: `--precision`, the loss scale, and torch's settings."""
 
+import itertools
 from dataclasses import replace
 from functools import partial
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from given_gradients import count_gradients
 from processes import results
+from slow_cases import mark_slow
 from torch import nn
 from torch.nn import functional
 from training import Listener, Stopped, Stopping, lines, planted, saved
@@ -73,8 +75,14 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    # each choice, and each precision
+    mark_slow(
+        itertools.product(CHOICES, ("bf16", "fp16")),
+        lambda choice, name: (name == "fp16") != (choice == "sampled"),
+    ),
+)
 def test_runs_learn_as_in_float32_and_are_evaluated_in_float32(
     choice, name, config, tmp_path, monkeypatch
 ):
@@ -119,7 +127,6 @@ def test_features_are_gathered_as_they_are_stored(
 
 
 RESUMED = {
-    "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16", "clip_gradients": 0.1, "schedule": "cosine", "average": "ema"},
     "fp16 with compression": {"precision": "fp16", "optimizer": "onebit-adam", "warmup": "5"},
     "fp16 with local steps": {"precision": "fp16", "strategy": "diloco", "local_steps": "3"},

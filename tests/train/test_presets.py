@@ -10,6 +10,7 @@ from gcnzc.cli.errors import UsageError
 from gcnzc.cli.parser import parse
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.presets import (
+    describe_published_score,
     preset_names,
     read_preset,
 )
@@ -107,3 +108,13 @@ def test_presets_are_listed_with_scores_and_sources(capsys):
     assert "--hidden 256 --layers 1 --heads 1" in capsys.readouterr().err
     assert main(["presets", "tuned/none"]) == 2
     assert "there is no preset 'tuned/none'" in capsys.readouterr().err
+
+
+def test_a_run_states_how_it_differs_from_the_preset():
+    preset = read_preset("tuned/cora-gcn")
+    same = describe_published_score(preset, "cora", vars(TrainConfig(preset=preset.name)))
+    assert same.startswith("preset tuned/cora-gcn: published test accuracy 0.8510 ± 0.0067 on cora")
+    assert "this run" not in same
+    config = TrainConfig(preset=preset.name, epochs=3, hidden=16)
+    other = describe_published_score(preset, "citeseer", vars(config))
+    assert other == f"{same}; this run uses citeseer and sets --hidden, --epochs differently"

@@ -21,14 +21,6 @@ LINE = {
 }
 
 
-def test_lines_are_read_as_written(tmp_path):
-    path = tmp_path / "r.jsonl"
-    assert record.read(path) == []
-    for number in range(3):
-        record.append(path, {"epoch": number})
-    assert [line["epoch"] for line in record.read(path)] == [0, 1, 2]
-
-
 def test_a_line_truncated_by_a_crash_is_ignored(tmp_path):
     path = tmp_path / "r.jsonl"
     record.append(path, {"epoch": 0})
@@ -38,15 +30,6 @@ def test_a_line_truncated_by_a_crash_is_ignored(tmp_path):
     record.keep(path, 1)
     record.append(path, {"epoch": 1})
     assert len(record.read(path)) == 2
-
-
-def test_json_and_arrays_are_replaced_atomically(tmp_path):
-    files.write_json(tmp_path / "a.json", {"x": 1})
-    files.write_json(tmp_path / "a.json", {"x": 2})
-    assert files.read_json(tmp_path / "a.json") == {"x": 2}
-    files.write_array(tmp_path / "a.npy", np.arange(3))
-    assert np.load(tmp_path / "a.npy").tolist() == [0, 1, 2]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "a.npy"]
 
 
 def test_damaged_json_is_reported(tmp_path):

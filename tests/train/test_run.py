@@ -230,8 +230,14 @@ def test_a_run_that_is_too_short_for_a_trace_says_so(batch_size, effect, config,
     assert (tmp_path / "run" / "timeline.png").exists() == (batch_size < 1024)
 
 
+@pytest.fixture(scope="module")
+def accuracy(config, tmp_path_factory):
+    """The accuracy of a run on features of float32."""
+    return train(config, tmp_path_factory.mktemp("plain") / "run")["test_accuracy"]
+
+
 @pytest.mark.parametrize("kind", ["float16", "int8", "sparse", "pitched"])
-def test_all_kinds_of_features_are_trained_on(kind, config, tmp_path):
+def test_all_kinds_of_features_are_trained_on(kind, config, accuracy, tmp_path):
     options = {
         "float16": {"feature_dtype": "float16"},
         "int8": {"feature_dtype": "int8", "scales": "columns"},
@@ -257,9 +263,8 @@ def test_all_kinds_of_features_are_trained_on(kind, config, tmp_path):
     else:
         prepare(source, tmp_path / "g", **options)
     line = train(replace(config, data=tmp_path / "g"), tmp_path / "run")
-    plain = train(config, tmp_path / "plain")
     exact = kind in ("sparse", "pitched")
-    assert line["test_accuracy"] == pytest.approx(plain["test_accuracy"], abs=0 if exact else 0.02)
+    assert line["test_accuracy"] == pytest.approx(accuracy, abs=0 if exact else 0.02)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(config, tmp_path, monkeypatch):
@@ -334,3 +339,11 @@ def test_a_second_run_in_the_same_process_is_refused(config, tmp_path):
     with pytest.raises(ValueError, match="already has a run"):
         train(config, tmp_path / "alone")
     train(replace(config, epochs=1), tmp_path / "third")
+
+
+def test_a_run_without_an_average_says_so(config, tmp_path):
+    swa = replace(config, average="swa", epochs=40, lr=0.05)
+    train(replace(swa, patience=1), tmp_path / "patience", out := Listener())
+    assert "from epoch 31 on, and the run ended after epoch" in out.said[-1]
+    train(replace(swa, epochs=2, average_start=0.0), tmp_path / "all", out := Listener())
+    assert "averages the weights" not in "".join(out.said)

@@ -90,19 +90,3 @@ def test_a_worker_trains_on_the_nodes_of_its_part(sampler, config):
         )
         taken = torch.cat([batch.seeds for batch in loader])
         assert (parts[taken] == rank).float().mean() > 0.99
-
-
-def test_a_seed_edge_belongs_to_the_part_of_its_source(config):
-    config = replace(
-        config, data=config.data.parent / "links", task="link", seed_order="local", batch_size=512
-    )
-    data = load(config.data)
-    task = build_task(config, data)
-    parts, _ = find_parts(config, data, task, 2, Group())
-    assert len(parts) == len(task.seeds)
-    sources = task.sampler.edges[0].long()
-    of_node = torch.full((data.graph.num_nodes,), -1)
-    of_node[sources] = parts
-    assert torch.equal(of_node[sources], parts)
-    sizes = parts.bincount()
-    assert (sizes.max() - sizes.min()) < 0.02 * len(parts)
