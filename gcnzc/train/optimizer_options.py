@@ -187,6 +187,12 @@ class OptimizerOptions(Options):
     asynchronous: bool = False
     """a2cid2: overlap the exchanges with the steps, so that no worker waits for another one within
     an epoch; the run is not reproducible then"""
+    quorum: int | None = None
+    """diloco: workers, more than half of them, that an outer step needs, so that it does not wait
+    for slower ones; if not given, all workers"""
+    grace_s: float | None = None
+    """diloco with --quorum: seconds for which an outer step waits for further workers; default:
+    0"""
     grace: float | None = None
     """backup: how long a worker that can close a round waits for others, as a fraction of the
     shortest of its last step times; default: 0.1"""
@@ -212,6 +218,8 @@ class OptimizerOptions(Options):
             sync_threshold=0,
             sync_window=1,
             grace=0,
+            grace_s=0,
+            quorum=1,
             probe_interval=1,
             participants=1,
         )

@@ -27,6 +27,7 @@ from gcnzc.optim import (
     StreamingDiLoCo,
     a2cid2,
     backup_workers,
+    diloco,
     fedglomo,
     saps,
     selsync,
@@ -261,6 +262,12 @@ def _sparse_loco(setup: TrainingSetup, arguments: dict[str, Any]) -> Distributed
     return _with_local_steps(SparseLoCo)(setup, arguments)
 
 
+def _diloco(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
+    if "quorum" in arguments:
+        return _from_recipe(diloco)(setup, arguments)
+    return _with_local_steps(DiLoCo)(setup, arguments)
+
+
 def _fedglomo(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
     # `check_strategy` rejects --clip-gradients
     del arguments["clip_norm"]
@@ -283,7 +290,11 @@ _OUTER = {**_LOCAL, "outer_lr": "outer_lr", "outer_momentum": "outer_momentum"}
 STRATEGIES: Mapping[str, StrategyChoice] = {
     "average": StrategyChoice(_average, _COMPRESS),
     "local-sgd": StrategyChoice(_with_local_steps(LocalSGD), _LOCAL, clips_own_gradients=True),
-    "diloco": StrategyChoice(_with_local_steps(DiLoCo), _OUTER, clips_own_gradients=True),
+    "diloco": StrategyChoice(
+        _diloco,
+        {**_OUTER, "quorum": "quorum", "grace_s": "grace_s"},
+        clips_own_gradients=True,
+    ),
     "muloco": StrategyChoice(
         _with_local_steps(MuLoCo), _OUTER, clips_own_gradients=True, optimizer="muon"
     ),

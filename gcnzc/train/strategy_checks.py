@@ -23,6 +23,8 @@ def check_strategy(config: "TrainConfig") -> None:
         _check_closure(config)
     if config.strategy == "streaming-diloco":
         _check_delay(config)
+    if config.strategy == "diloco":
+        _check_quorum(config)
     if config.workers > 1:
         check_workers(config, config.workers)
 
@@ -37,15 +39,20 @@ def check_workers(config: "TrainConfig", workers: int) -> None:
     Raises:
         ValueError: an option contradicts the number of workers.
     """
-    participants = config.participants
-    if config.strategy != "fedglomo" or participants is None or participants <= workers:
+    participants, quorum = config.participants, config.quorum
+    if config.strategy == "fedglomo" and participants is not None and participants > workers:
+        remedy = f"--participants {workers} or less"
+        if workers == 1:
+            remedy = f"--workers {participants} or more, or start as many with torchrun"
+        _reject_number(config, "participants", workers, remedy)
+    if config.strategy != "diloco" or quorum is None or workers < 2 * quorum <= 2 * workers:
         return
-    found = f"--workers {workers}" if workers == config.workers else f"{workers} workers"
-    remedy = f"--participants {workers} or less"
+    least = workers // 2 + 1
+    valid = f"{least} to {workers}" if least < workers else f"{least}"
+    remedy = f"--quorum {valid}, more than half of the workers"
     if workers == 1:
-        found = "one worker"
-        remedy = f"--workers {participants} or more, or start as many with torchrun"
-    raise ValueError(f"--participants {participants} with {found}\n\nhint: give {remedy}")
+        remedy = f"--workers {quorum} to {2 * quorum - 1}, or start as many with torchrun"
+    _reject_number(config, "quorum", workers, remedy)
 
 
 def format_one_worker_warning(config: "TrainConfig", workers: int) -> str:
@@ -70,6 +77,33 @@ def format_one_worker_warning(config: "TrainConfig", workers: int) -> str:
         f"{', '.join(given)} with one worker, which exchanges nothing; give --workers N, or start "
         "several workers with torchrun"
     )
+
+
+def _reject_number(config: "TrainConfig", name: str, workers: int, remedy: str) -> None:
+    given = f"{option_name(name)} {getattr(config, name)}"
+    found = f"--workers {workers}" if workers == config.workers else f"{workers} workers"
+    if workers == 1:
+        found = "one worker"
+    raise ValueError(f"{given} with {found}\n\nhint: give {remedy}")
+
+
+def _check_quorum(config: "TrainConfig") -> None:
+    if config.quorum is None:
+        if config.grace_s is not None:
+            raise ValueError(
+                f"--grace-s {config.grace_s} with --strategy diloco has no effect without --quorum"
+                "\n\nhint: also choose a --quorum, more than half of the workers"
+            )
+        return
+    excluded = {
+        "compress": config.compress not in ("auto", "float32"),
+        "local_steps": config.local_steps == "auto",
+    }
+    for name in (name for name, is_given in excluded.items() if is_given):
+        raise ValueError(
+            f"--quorum {config.quorum} with {option_name(name)} {getattr(config, name)}\n\n"
+            "hint: omit one of them"
+        )
 
 
 def _check_delay(config: "TrainConfig") -> None:

@@ -56,6 +56,9 @@ def test_the_hint_of_a_command_is_not_the_list_of_commands(kind, words, capsys, 
 @pytest.mark.parametrize(
     ("options", "workers", "given", "hint"),
     [
+        ("--strategy diloco --quorum 1", 2, "--quorum 1", "give --quorum 2, more than half"),
+        ("--strategy diloco --quorum 5", 2, "--quorum 5", "give --quorum 2, more than half"),
+        ("--strategy diloco --quorum 2", 1, "--quorum 2", "give --workers 2 to 3, or start"),
         ("--strategy fedglomo --participants 3", 2, "--participants 3", "give --participants 2 or"),
         ("--strategy fedglomo --participants 3", 1, "--participants 3", "give --workers 3 or more"),
     ],

@@ -23,6 +23,7 @@ from gcnzc.optim import (
     ZeroOneSchedule,
     a2cid2,
     backup_workers,
+    diloco,
     fedglomo,
     saps,
     selsync,
@@ -136,6 +137,13 @@ LOCAL = {
     # tests call collectives after any step, so all ranks must take part in all rounds
     "backup-workers": strategy(
         backup_workers, topology="complete", grace=math.inf, control_interval=2
+    ),
+    # with a quorum of fewer ranks, tests would wait in collectives for ranks that miss rounds
+    "diloco quorum": lambda model, group, **options: Strategy(
+        adamw(model),
+        diloco(4, quorum=group.world_size, control_interval=2),
+        group,
+        **options,
     ),
 }
 WITH_CLOSURE = {"fedglomo": with_closure(fedglomo, local_steps=4)}

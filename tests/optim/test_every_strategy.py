@@ -231,7 +231,7 @@ RECEIVED = {
     **dict.fromkeys(("local-sgd", "diloco", "diloco sharded", "fedglomo", "saps"), (4, 8, 12)),
     **dict.fromkeys(("co2", "co2 sharded"), (8, 12)),
     "streaming-diloco": (5, 7, 9, 11),
-    **dict.fromkeys(("backup-workers",), (7, 9, 11)),
+    **dict.fromkeys(("backup-workers", "diloco quorum"), (7, 9, 11)),
     "a2cid2": (4, 6, 8, 10, 12),
 }
 
@@ -263,7 +263,7 @@ def test_parameters_of_half_precision_keep_their_dtype(name):
 
 # strategies that set the mean on all ranks after every fourth step, and at no other
 IN_SYNC = (
-    *("local-sgd", "local-sgd half", "diloco", "diloco sharded", "diloco sign"),
+    *("local-sgd", "local-sgd half", "diloco", "diloco sharded", "diloco sign", "diloco quorum"),
     *("co2 in sync", "co2 half", "co2 at once", "fedglomo"),
 )
 

@@ -17,7 +17,7 @@ OVERFLOWS, CLIPPED = 5, 7
 # of the methods with local steps: steps after which all ranks have the same parameters
 EXCHANGES = (4, 8)
 IN_SYNC = (
-    *("local-sgd", "diloco", "diloco sharded"),
+    *("local-sgd", "diloco", "diloco sharded", "diloco quorum"),
     "zero-one-adam local steps",
 )
 

@@ -59,6 +59,7 @@ LIMITS = {
     "local_sgd": (recipe(local_sgd, 1), SEVERAL),
     "diloco": (recipe(diloco, **PLAIN), SEVERAL),
     "diloco sharded": (recipe(diloco, **PLAIN, sharded=True), SEVERAL),
+    "diloco with a quorum of all": (recipe(diloco, **PLAIN, quorum=3), (3,)),
     "sparse diloco": (recipe(diloco, **PLAIN, compress=TopK(1.0)), SEVERAL),
     "sparseloco": (around(SparseLoCo, local_steps=1, compress=TopK(1.0)), SEVERAL),
     "muloco": (around(MuLoCo, **PLAIN, compress=None), SEVERAL),

@@ -10,13 +10,14 @@ from slow_cases import seeds
 from torch import nn
 
 from gcnzc.exchange import Compute, Group, Link, RequestMismatch, init_group, lockstep, run
-from gcnzc.optim import Strategy, a2cid2, backup_workers
+from gcnzc.optim import Strategy, a2cid2, backup_workers, diloco
 from gcnzc.optim.strategy.strategy import claim_namespace
 
 LR = 0.1
 RECIPES = {
     "a2cid2": lambda: a2cid2(asynchronous=True, control_interval=2),
     "backup": lambda: backup_workers("ring", control_interval=2),
+    "quorum": lambda: diloco(2, 0.7, 0.5, quorum=3, control_interval=3),
 }
 
 
@@ -49,7 +50,9 @@ def train(names, group, times, *, with_copies):
     return [x.detach() for x, _ in pairs], [optimizer.namespace for _, optimizer in pairs]
 
 
-@pytest.mark.parametrize("names", [("a2cid2",) * 2, ("backup",) * 2])
+@pytest.mark.parametrize(
+    "names", [("a2cid2",) * 2, ("backup",) * 2, ("quorum",) * 2, ("backup", "quorum")]
+)
 @pytest.mark.parametrize("with_copies", [False, True])
 @pytest.mark.parametrize("part", seeds(4, 1))
 def test_random_schedules_of_several_optimizers_end(names, with_copies, part):
@@ -69,6 +72,26 @@ def test_random_schedules_of_several_optimizers_end(names, with_copies, part):
             assert namespaces == found[0][1]
             assert len(set(namespaces)) == len(names) * (1 + with_copies)
             assert all(map(torch.equal, values, found[0][0])), seed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rank_that_waits_in_another_optimizer_misses_no_round_of_all_ranks(seed):
+    choose, num_exchanges = random.Random(seed), [0] * 3
+
+    def steps(rank, times):
+        group = Group(rank, 3)
+        pairs = [make_pair(name, group) for name in ("backup", "quorum")]
+        for _, optimizer in pairs:
+            yield from optimizer.broadcast_model_algorithm()
+        for seconds in times:
+            for pair in pairs:
+                yield Compute(seconds)
+                yield from step(pair, rank + 1.0)
+        num_exchanges[rank] = pairs[1][1].num_exchanges
+
+    lockstep([steps(rank, [choose.random() for _ in range(12)]) for rank in range(3)])
+    # a quorum of three ranks, every two steps
+    assert num_exchanges == [6] * 3
 
 
 def train_copies_in_another_order(name, rank):

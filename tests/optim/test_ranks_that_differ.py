@@ -167,7 +167,7 @@ def test_a_state_that_one_rank_alone_loads_is_an_error_on_both_with_their_steps(
     assert int(steps[1]) > int(steps[2]) >= SAVED
     *_, text = found_by(ranks, name, load_its_own_state_on_rank_1)
     expected = f"loaded state differs between ranks: none on rank 0, of step {CHANGED} on rank 1"
-    if name == "backup-workers" and re.match(pattern, text):
+    if name in ("backup-workers", "diloco quorum") and re.match(pattern, text):
         # rank 0 does not wait in each step, so it may have taken more steps when they compare
         return
     assert text.startswith(f"{expected}\n\nhint: ")

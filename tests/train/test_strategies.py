@@ -126,6 +126,24 @@ def test_a_given_default_that_contradicts_the_strategy_is_an_error(
     assert getattr(config_from_dict(TrainConfig, saved, "a file"), name) == default
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--grace-s 0.5", "--grace-s 0.5 with --strategy diloco has no effect without --quorum"),
+        ("--quorum 3 --compress int8", "--quorum 3 with --compress int8"),
+        ("--quorum 3 --local-steps auto", "--quorum 3 with --local-steps auto"),
+        ("--quorum 2 --workers 4", "--quorum 2 with --workers 4"),
+        ("--quorum 5 --workers 4", "--quorum 5 with --workers 4"),
+        ("--quorum 0", "--quorum must be at least 1"),
+    ],
+)
+def test_a_quorum_that_is_not_possible_is_reported(words, message):
+    with pytest.raises(UsageError) as error:
+        parse(["train", "--strategy", "diloco", *words.split()])
+    assert message in " ".join(str(error.value).split())
+    assert "\n\nhint: " in str(error.value)
+
+
 def test_sgd_has_a_default_learning_rate_of_its_own(tmp_path):
     def lr_of(words):
         return parse(["train", *words.split()]).lr

@@ -46,6 +46,8 @@ OTHERS = {
     "gossip_rate": 2.0,
     "asynchronous": True,
     "grace": 0.5,
+    "grace_s": 0.5,
+    "quorum": 1,
     "probe_interval": 5,
     "participants": 1,
     "local_momentum": 0.5,
@@ -93,7 +95,8 @@ OF_EDGES = (
     "evaluate_negatives",
 )
 # by choice and option: an option without which it has no effect
-NEEDED = {(model, name): {"task": "link"} for model in HETERO_MODELS for name in OF_EDGES}
+NEEDED = {("diloco", "grace_s"): {"quorum": 1}}
+NEEDED |= {(model, name): {"task": "link"} for model in HETERO_MODELS for name in OF_EDGES}
 ONE_FEATURE = {
     "model": "sage",
     "task": "node",

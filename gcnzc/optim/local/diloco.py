@@ -24,6 +24,7 @@ from gcnzc.optim.defaults import DILOCO
 from gcnzc.optim.strategy.all_ranks import AllRanks, Shards
 from gcnzc.optim.strategy.every_interval import EveryInterval
 from gcnzc.optim.strategy.outer_step import OuterSGD, OuterStep, ShardedOuterStep
+from gcnzc.optim.strategy.quorum import Quorum, QuorumMean, QuorumOuterStep
 from gcnzc.optim.strategy.recipe import Exchange, Recipe, Update
 from gcnzc.optim.strategy.strategy import Strategy
 
@@ -38,8 +39,15 @@ def diloco(
     sharded: bool = False,
     alone: bool = False,
     name: str = "DiLoCo",
+    quorum: int | None = None,
+    grace_s: float = 0.0,
+    control_interval: int = 32,
 ) -> Recipe:
     """Return the recipe of `DiLoCo`.
+
+    With a quorum, an outer step begins as soon as at least `quorum` ranks have taken H steps, and
+    uses the differences of these ranks; see `gcnzc.optim.strategy.quorum`. As with
+    `backup_workers`, do not run other collectives between two steps.
 
     Args:
         local_steps: H, or "auto"; see `DiLoCo`.
@@ -49,11 +57,33 @@ def diloco(
         compress: compression of the exchanged differences.
         sharded: whether to shard the anchor and the momentum over the ranks.
         alone: whether a single rank also takes outer steps.
+        quorum: the number of ranks, more than half of them, that an outer step needs; None to wait
+            for all ranks. Not with `compress`, `sharded`, `alone` or `local_steps="auto"`.
+        grace_s: with a quorum, the seconds for which an outer step waits for further ranks.
+        control_interval: with a quorum, the number of steps from one sum of signals to the next;
+            see `backup_workers`. A fast rank is ahead of a slow one by at most twice as many steps.
         name: the name of a variant, in messages and checkpoints.
 
     Raises:
         ValueError: an option is out of range, or options contradict each other.
     """
+    if quorum is not None:
+        for option, is_given in {
+            "compress": compress is not None and compress != Dense(),
+            "sharded": sharded,
+            "alone": alone,
+            "local_steps='auto'": local_steps == "auto",
+        }.items():
+            if is_given:
+                raise ValueError(f"quorum with {option}\n\nhint: omit one of them")
+        rounds = Quorum(quorum, grace_s, control_interval)
+        step = QuorumOuterStep(OuterSGD(outer_lr, outer_momentum, nesterov), rounds)
+        return Recipe(name, rounds, step, QuorumMean(rounds, step), local_steps=local_steps)
+    if grace_s:
+        raise ValueError(
+            f"grace_s is {grace_s!r} without a quorum\n\nhint: give quorum, the number of ranks "
+            "that an outer step needs, or omit grace_s"
+        )
     if sharded and compress is not None and compress != Dense():
         raise ValueError(
             f"sharded=True with compress={compress}\n\nhint: omit one of them, because shards "

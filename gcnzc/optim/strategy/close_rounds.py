@@ -293,22 +293,39 @@ class CloseRounds(Policy):
         others = self._others()
         yield from self._pause(others)
         lines = self.strategy.compared_lines() if self.generation else []
-        gather = all_gather_text("\n".join([self.last.to_bytes().decode(), *lines]))
+        own = [self.last.to_bytes().decode(), self.describe_state()]
+        gather = all_gather_text("\n".join([*own, *lines]))
         # this also opens the channel, in which the ranks wait for one another
         texts = yield Wait((yield Start(gather, self._channel)))
         yield from self._resume(others)
         _POLICIES.setdefault(self.strategy.group, WeakSet()).add(self)
-        found = [each.partition("\n") for each in texts]
-        compared = {rank: each[2] for rank, each in enumerate(found)}
+        found = [each.split("\n", 2) for each in texts]
+        compared = {rank: "".join(each[2:]) for rank, each in enumerate(found)}
         if difference := find_difference(compared):
             raise ValueError(difference)
         rounds = [ClosedRound.from_bytes(each[0].encode()) for each in found]
+        self.compare_states([each[1] for each in found], rounds)
         # the keys of earlier rounds were in another store
-        self.last = first = max(rounds, key=lambda each: each.round)
+        self.last = first = self.rules.resume(rounds)
         yield CompareAndSet(self._closed_key(first.round), b"", first.to_bytes())
         self.status, self.is_paused = b"", False
         self.paused_by.clear()
         yield from self._announce(RankStatus(first.round, StatusKind.FINISHED))
+
+    def describe_state(self) -> str:
+        """Return a line for the state that ranks may have in common; see `compare_states`."""
+        return ""
+
+    def compare_states(self, lines: Sequence[str], rounds: Sequence[ClosedRound]) -> None:
+        """Compare the state that some ranks must have in common; nothing by default.
+
+        Args:
+            lines: by rank, the result of `describe_state`.
+            rounds: by rank, the last round that the rank has read.
+
+        Raises:
+            ValueError: it differs; raised on all ranks.
+        """
 
     # waits for all ranks
 
@@ -426,16 +443,20 @@ class CloseRounds(Policy):
             return {}
         last = self.last if self.loaded is None else self.loaded
         is_pending = [int(edge in last.pending) for edge in self.rules.tree]
-        numbers = [last.round, last.epochs, *is_pending]
+        by_rank = last.numbers_by_rank
+        if self.rules.numbers_are_statistics:
+            by_rank = (0,) * len(by_rank)
+        numbers = [last.round, last.epochs, *is_pending, *by_rank]
         return {"rounds": torch.tensor(numbers, dtype=torch.int64)}
 
     def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
         """See `RecipePart`; the numbers are those of the ranks that saved the state."""
         if self.strategy.is_inner_only:
             return {}
-        # round, epochs, and the edges of a spanning tree
-        shape = (2 + saved_world_size(snapshot) - 1,)
-        return {"rounds": SavedTensor(shape, dtype=torch.int64, least=0)}
+        world_size = saved_world_size(snapshot)
+        # a spanning tree, unless the rules need none
+        num_edges = world_size - 1 if self.rules.tree else 0
+        return {"rounds": SavedTensor((2 + num_edges + world_size,), dtype=torch.int64, least=0)}
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
@@ -444,13 +465,13 @@ class CloseRounds(Policy):
         # the signals of a sum that has not ended belong to the earlier run
         self.pending = self.votes = None
         begin, tree = self.rules.begin(), self.rules.tree
-        number, epochs, *is_pending = local["rounds"].tolist()
-        if len(is_pending) != len(tree):
+        number, epochs, *others = local["rounds"].tolist()
+        if len(others) != len(tree) + len(begin.numbers_by_rank):
             self._continue_from(begin)
             return
-        pending = tuple(edge for edge, each in zip(tree, is_pending, strict=True) if each)
-        by_rank = begin.numbers_by_rank
-        last = ClosedRound(number, begin.members, (), pending, epochs, by_rank, number)
+        pending = tuple(edge for edge, each in zip(tree, others, strict=False) if each)
+        numbers_by_rank = tuple(others[len(tree) :])
+        last = ClosedRound(number, begin.members, (), pending, epochs, numbers_by_rank, number)
         self._continue_from(last)
 
     def _continue_from(self, last: ClosedRound) -> None:

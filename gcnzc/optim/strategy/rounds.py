@@ -56,13 +56,15 @@ class ClosedRound:
     damaged: tuple[int, ...]
     """the members whose parameters are not finite or too large"""
     pending: tuple[Edge, ...]
-    """the edges of the spanning tree that the current epoch has not established; see
-    `gcnzc.optim.strategy.backup_workers`"""
+    """with `RoundRules`, the edges of the spanning tree that the current epoch has not established
+    (`gcnzc.optim.strategy.backup_workers`); with `QuorumRules`, which member sends its state to
+    which"""
     epochs: int
     """the number of completed epochs"""
     numbers_by_rank: tuple[int, ...]
-    """for each rank, the number of epochs that it has completed, because it closed the round that
-    established their last edge; a rank that is always slow completes each epoch"""
+    """a number for each rank. With `RoundRules`, the number of epochs that the rank has completed,
+    because it closed the round that established their last edge; a rank that is always slow
+    completes each epoch. With `QuorumRules`, the last round of which the rank was a member"""
     oldest: int
     """the oldest round whose key is not deleted"""
 
@@ -88,6 +90,10 @@ class RoundRules:
         edges: the graph; connects all ranks.
     """
 
+    numbers_are_statistics = True
+    """whether these rules do not read `ClosedRound.numbers_by_rank`. A saved state then has zeros
+    instead, because the numbers depend on the times of the ranks"""
+
     def __init__(self, world_size: int, edges: Sequence[Edge]) -> None:
         self.world_size, self.edges = world_size, list(edges)
         self.tree = tuple(depth_first_tree(world_size, edges))
@@ -97,6 +103,14 @@ class RoundRules:
         """Return the round before the first one."""
         numbers_by_rank = (0,) * self.world_size
         return ClosedRound(0, tuple(range(self.world_size)), (), self.tree, 0, numbers_by_rank, 0)
+
+    def resume(self, rounds: Sequence[ClosedRound]) -> ClosedRound:
+        """Return the round that a run continues from.
+
+        Args:
+            rounds: by rank, the last round that the rank has read.
+        """
+        return max(rounds, key=lambda each: each.round)
 
     def is_complete(self, last: ClosedRound, statuses: Sequence[RankStatus]) -> bool:
         """Whether all ranks that are not paused have finished their step for the current round.
