@@ -34,12 +34,6 @@ MODELS = {
     "planted": "19 k parameters, planted",
     "wide": "5.1 M parameters, amazon_photo",
 }
-# tasks of the runs with default options
-TASKS = {
-    "digits": "digits, %",
-    "characters": "characters, bits (lower is better)",
-    "planted": "planted, %",
-}
 EXCHANGES = {
     "stage": "a step after the warm-up, compared with float32 gradients",
     "run": "100 steps, 15 of them warm-up in float16, compared with float16 gradients",
@@ -193,35 +187,6 @@ def small_sums(x: Row) -> Cells:
     }
 
 
-def cpu_lines() -> Iterator[Line]:
-    """Yield the CPU times of messages."""
-    for run, line in enumerate(read("collectives")):
-        if line.part == "cpu":
-            yield Line(line, run=run, version=line.gcnzc_commit.removesuffix("-dirty"))
-
-
-@Table(
-    cpu_lines,
-    "version num_bytes",
-    "bench.network.message_cpu --workers 4 --before FOLDER",
-    among="run",
-)
-def message_cpu(x: Row) -> Cells:
-    """CPU time of a message, before and after a change."""
-    names = {
-        "torch, µs": "torch_us",
-        "gcnzc, µs": "gcnzc_us",
-        "difference, µs": "share_us",
-        "difference of least times, µs": "least_share_us",
-    }
-    return {
-        "gcnzc": f"`{x.version}`",
-        "size": in_bytes(x.num_bytes),
-        "runs": len(x.lines),
-        **{head: significant(x.median(name)) for head, name in names.items()},
-    }
-
-
 @Table(
     "collectives",
     "request algorithm",
@@ -359,32 +324,6 @@ def optimizer_accuracy(x: Row) -> Cells:
 
 
 @Table(
-    "defaults",
-    "method defaults",
-    "bench.network.defaults --seeds 2 --steps 300",
-    among="task",
-    rows={
-        (method, options): title
-        for method in METHODS
-        for options, title in {"now": "not given", "now, length given": "given"}.items()
-    },
-)
-def defaults(x: Row) -> Cells:
-    """Short runs with the default options."""
-    if {line.task for line in x.lines} < {*TASKS}:
-        return None
-    adamw = {line.task: line for line in x.all if (line.method, line.defaults) == ("adamw", "now")}
-    own = {line.task: line.last_bytes_sent for line in x.lines}
-    shares = (f"{100 * own[task] / adamw[task].last_bytes_sent:.0f}" for task in TASKS)
-    return {
-        "method": METHODS[x.method].split(",")[0],
-        "`total_steps`": x.title,
-        **x.across("task", TASKS, lambda x: spread(x, "score", "spread")),
-        f"bytes in the last {x.last_steps} steps, % of AdamW's": " / ".join(shares),
-    }
-
-
-@Table(
     lambda: [Line(line, fragments=line.get("fragments")) for line in read("traffic")],
     "part way fragments",
     "bench.network.traffic",
@@ -420,17 +359,6 @@ def bytes_of_methods(x: Row) -> Cells:
         "interface / ledger": f"{x.wire_of_ledger:.2f}",
         "times fewer than average, ledger": significant(x.times_fewer_by_ledger),
         "times fewer, interface": significant(x.times_fewer),
-    }
-
-
-@Table("pack", "way block", "bench.network.pack", among="n", where=lambda x: x.way != "copy")
-def packing(x: Row) -> Cells:
-    """Times of operations on packed signs, in units of the time of a copy."""
-    sizes = {n * 2**20: f"{n} Mi elements, copies" for n in (4, 16, 64)}
-    return {
-        "operation": x.way.replace("settle", "update the error"),
-        "elements per scale": x.block,
-        **x.across("n", sizes, lambda x: f"{x.copies:.2f}"),
     }
 
 

@@ -198,24 +198,6 @@ def federated_rounds(x: Row) -> Cells:
     }
 
 
-@Table(
-    "sparse",
-    "method",
-    "bench.strategies.sparse",
-    # the density before that of the publication became the default
-    where=lambda x: x.method != "sparseloco 1/128",
-)
-def sparse_exchanges(x: Row) -> Cells:
-    """Sparse compressions in short runs."""
-    return {
-        "method": x.method,
-        "accuracy, %": f"{100 * x.accuracy:.1f} ± {100 * x.accuracy_std:.1f}",
-        "kB of an exchange": significant(x.bytes_per_exchange / 1e3),
-        "times fewer": significant(x.times_fewer_bytes),
-        "ms of an exchange": significant(1e3 * x.exchange_s),
-    }
-
-
 @Table("characters", "method steps", "bench.strategies.characters", among="seed")
 def transformer(x: Row) -> Cells:
     """DiLoCo and its variants on a transformer."""

@@ -1,7 +1,6 @@
 """Defaults of the optimizers' options, for their classes and for the command line.
 
-They were chosen for runs of a few hundred steps or more, such as those of
-`bench/network/defaults.py`.
+They were chosen for runs of a few hundred steps or more.
 """
 
 from dataclasses import dataclass

@@ -114,8 +114,7 @@ def _sample_positions(
 
 # Graphs with more nodes use a hash table. A direct table takes 4 B per node in every thread: 64 MB
 # for this many nodes, and 444 MB for the 111 M nodes of ogbn-papers100M, where the hash table takes
-# 8 MB for batches of 400,000 nodes. Sampling with the hash table takes a third longer
-# (bench/loading/sample.py).
+# 8 MB for batches of 400,000 nodes, but sampling with it takes longer.
 DIRECT_NODES = 2**24
 
 
