@@ -129,7 +129,7 @@ def test_the_state_of_another_loader_is_rejected(seeds, layers, name, graph, tab
     with pytest.raises(ValueError, match=f"the state is of a loader with {name}"):
         FullBatchLoader(graph, table, SEEDS, 2).load_state_dict(state)
     minibatches = Loader(graph, table, SEEDS, [2, 2], 2).state_dict()
-    with pytest.raises(ValueError, match="the state is of a loader with batch_size 2"):
+    with pytest.raises(ValueError, match="the state lacks num_layers"):
         FullBatchLoader(graph, table, SEEDS, 2).load_state_dict(minibatches)
 
 

@@ -1,12 +1,11 @@
 """Options of parameter groups that differ between ranks."""
 
-import copy
 import re
 
 import pytest
 import torch
 from optim.kinds import KINDS, LR
-from optim.local import train, vector_of
+from optim.local import train
 from optim.models import Everything, batches, loss_of
 from optim.schedulers import train_by_own_losses
 from processes import results
@@ -59,38 +58,3 @@ def test_an_option_that_one_rank_changes_during_a_run_is_named_on_all(name):
     wrong += rf".* on rank 0, {re.escape(str(value))} on rank 1"
     with pytest.raises(ValueError, match=wrong):
         train(models, optimizers, 40)
-
-
-def of_an_older_version(snapshot):
-    """The snapshot in the format of a version that did not compare options."""
-    shared = dict(snapshot["shared"])
-    for name, value in shared.items():
-        if name.startswith("fragment ") and name.endswith("values"):
-            # after the elements and the number of finite vectors: other extras
-            shared[name] = torch.cat([value, value.new_zeros(2)])
-    if "extra_sums" in shared:
-        shared["extra_sums"] = shared["extra_sums"][:1]
-    return {**snapshot, "shared": shared}
-
-
-@pytest.mark.parametrize("name", ["streaming-diloco", "co2"])
-def test_pending_exchanges_in_states_of_older_versions_finish(name):
-    def team():
-        models = [Everything().float() for _ in range(2)]
-        pairs = enumerate(models)
-        return models, [KINDS[name](model, Group(rank, 2)) for rank, model in pairs]
-
-    models, optimizers = team()
-    train(models, optimizers, 4)
-    lockstep([optimizer.finish_pending_algorithm() for optimizer in optimizers])
-    states = [copy.deepcopy(optimizer.snapshot()) for optimizer in optimizers]
-    assert any("fragment " in key or key == "extra_sums" for key in states[0]["shared"])
-    found = []
-    for version in (lambda state: state, of_an_older_version):
-        models, optimizers = team()
-        for optimizer, state in zip(optimizers, states, strict=True):
-            optimizer.load_state_dict(copy.deepcopy(version(state)))
-        train(models, optimizers, 9, 4)
-        found.append([vector_of(model) for model in models])
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
