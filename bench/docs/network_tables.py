@@ -34,11 +34,6 @@ MODELS = {
     "planted": "19 k parameters, planted",
     "wide": "5.1 M parameters, amazon_photo",
 }
-EXCHANGES = {
-    "stage": "a step after the warm-up, compared with float32 gradients",
-    "run": "100 steps, 15 of them warm-up in float16, compared with float16 gradients",
-    "streaming": "100 local steps, float4_e3m0, compared with bfloat16 gradients",
-}
 # requests whose names have changed since they were recorded
 RENAMED = {"Swap": "SendReceive", "Vote": "AllGatherScalar"}
 
@@ -250,40 +245,6 @@ def validation(x: Row) -> Cells:
 
 
 @Table(
-    "workers",
-    "workers nodes",
-    "bench.training.workers speed",
-    where=lambda x: x.part == "speed",
-    sort=by_key,
-)
-def workers_speed(x: Row) -> Cells:
-    """Throughput by number of workers."""
-    return {
-        "workers": x.workers,
-        "nodes of the graph": f"{x.nodes:,}",
-        "seed nodes/s": f"{x.seeds_per_s:,.0f}",
-        "seed nodes/s without exchange": f"{x.seeds_per_s_without_exchange:,.0f}",
-    }
-
-
-@Table(
-    "workers",
-    "graph workers",
-    "bench.training.workers accuracy",
-    where=lambda x: x.part == "accuracy",
-    sort=by_key,
-)
-def workers_accuracy(x: Row) -> Cells:
-    """Accuracy by number of workers."""
-    return {
-        "graph": x.graph,
-        "workers": x.workers,
-        "seeds of a step, all workers": x.total_batch,
-        "test, %": spread(x.lines[0]),
-    }
-
-
-@Table(
     "strategies",
     "case method",
     "bench.network.strategies speed",
@@ -321,45 +282,6 @@ def optimizer_accuracy(x: Row) -> Cells:
         cells[f"{model}: test, %"] = line and spread(line)
         cells[f"{model}: MB sent by a worker"] = line and significant(line.bytes_sent[-1] / 1e6)
     return cells
-
-
-@Table(
-    lambda: [Line(line, fragments=line.get("fragments")) for line in read("traffic")],
-    "part way fragments",
-    "bench.network.traffic",
-    among="elements",
-    where=lambda x: x.times_fewer != 1 and x.part != "methods",
-)
-def traffic(x: Row) -> Cells:
-    """Factors by which methods reduce the bytes sent."""
-    parts = f", {x.fragments} fragment{'s' * (x.fragments > 1)}" if x.fragments else ""
-    return {
-        "method": x.way,
-        "exchange": EXCHANGES[x.part] + parts,
-        **x.across(
-            "elements",
-            "{:,} parameters",
-            lambda x: f"{x.times_fewer:.3g} ({x.times_fewer_by_ledger:.3g})",
-        ),
-    }
-
-
-@Table(
-    "traffic",
-    "way",
-    "bench.network.traffic --parts methods --elements 50000",
-    where=lambda x: x.part == "methods",
-)
-def bytes_of_methods(x: Row) -> Cells:
-    """Bytes of all methods, by their ledgers and their interfaces."""
-    return {
-        "method": x.way,
-        "kB per step, ledger": significant(x.ledger_bytes / x.steps / x.workers / 1e3),
-        "kB per step, interface": significant(x.wire_bytes_per_step / 1e3),
-        "interface / ledger": f"{x.wire_of_ledger:.2f}",
-        "times fewer than average, ledger": significant(x.times_fewer_by_ledger),
-        "times fewer, interface": significant(x.times_fewer),
-    }
 
 
 @Table(

@@ -76,56 +76,6 @@ def uneven_machines(x: Row) -> Cells:
     return {"virtual s": x.method, **medians}
 
 
-def clock_lines() -> Iterator[Line]:
-    """Yield the lines of uneven clusters, with the slow workers and links in words."""
-    for line in read("cluster"):
-        if line.get("part") == "uneven":
-            slow = [f"worker {n} {each:g} times as slow" for n, each in line.slow_workers.items()]
-            slow += [f"link {n} {each:g} times as slow" for n, each in line.slow_links.items()]
-            yield Line(line, case=", ".join(slow) or "equal")
-
-
-@Table(
-    clock_lines,
-    "case method",
-    "bench.network.uneven_strategies --record",
-    among="clock",
-)
-def uneven_clocks(x: Row) -> Cells:
-    """Wall-clock and virtual times with a slow worker, and a slow link."""
-    wall, virtual = x.at(clock="wall"), x.at(clock="virtual")
-    if wall is None or virtual is None:
-        return None
-    cells: dict[str, object] = {"workers": x.case, "method": x.method}
-    for name, key in {"slowest": "slowest_s", "median": "median_s"}.items():
-        cells[f"{name} worker: wall clock, s"] = significant(wall[key])
-        cells[f"{name} worker: virtual, s"] = significant(virtual[key])
-        cells[f"{name} worker: ratio"] = f"{wall[key] / virtual[key]:.2f}"
-    return cells
-
-
-@Table(
-    "saps",
-    "pairs window",
-    "bench.strategies.saps",
-    among="keep",
-    where=lambda x: x.part == "pairs",
-)
-def pairs_of_ranks(x: Row) -> Cells:
-    """The pairs that SAPS-PSGD chooses, and the time of a round."""
-    full = x.at(keep=1.0) or Line()
-    times = {1.0: "ms per round, all parameters", 0.01: "1 % of them"}
-    rate, eigenvalue = full.get("bottleneck_mbit_per_s"), full.get("second_eigenvalue")
-    return {
-        "pairs": x.pairs if x.window is None else f"{x.pairs}, window {x.window}",
-        "slowest link of a round, Mbit/s": rate and significant(rate),
-        "second eigenvalue (lower mixes faster)": (
-            None if eigenvalue is None else f"{eigenvalue:.2f}"
-        ),
-        **x.across("keep", times, lambda x: significant(x.round_ms)),
-    }
-
-
 @Table(
     "a2cid2",
     "shards method",
@@ -148,13 +98,6 @@ def gossip_agreement(x: Row) -> Cells:
     }
 
 
-@Table("a2cid2", "method", "bench.strategies.a2cid2", where=lambda x: x.part == "slow")
-def slow_rank(x: Row) -> Cells:
-    """Speed of the other ranks if one rank is three times as slow."""
-    head = "steps per second of the other ranks, compared with equal ranks"
-    return {"method": x.method, head: f"{100 * x.ratio:.0f} %"}
-
-
 @Table(
     "backup_workers",
     "graph slow_chance",
@@ -175,7 +118,7 @@ def backup_rounds(x: Row) -> Cells:
     }
 
 
-@Table("fedglomo", "method", "bench.strategies.fedglomo", among="part", rows=FEDERATED)
+@Table("fedglomo", "method", "bench.strategies.fedglomo", rows=FEDERATED)
 def federated_rounds(x: Row) -> Cells:
     """FedGLOMO against federated averaging."""
     losses = {
@@ -183,18 +126,9 @@ def federated_rounds(x: Row) -> Cells:
         "at equal gradient evaluations": "evaluations",
         "at equal bytes": "num_bytes",
     }
-    variances = {
-        "variance of the update / of federated averaging": "fedavgs",
-        "/ of federated averaging with twice the participants": "fedavgs_at_equal_cost",
-    }
-    run, update = x.at(part="train") or Line(), x.at(part="variance")
     return {
         "method": x.title,
-        **{head: f"{run[f'loss_at_equal_{name}_mean']:.3f}" for head, name in losses.items()},
-        **{
-            head: update and f"{update[f'variance_of_{name}_mean']:.3f}"
-            for head, name in variances.items()
-        },
+        **{head: f"{x.mean(f'loss_at_equal_{name}_mean'):.3f}" for head, name in losses.items()},
     }
 
 

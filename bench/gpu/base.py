@@ -50,7 +50,7 @@ SCALES = {
     "full": Scale(),
     # 300,000 ids are about those of a minibatch. 8 GiB in pages of 4 KiB are predicted to take 8 s:
     # half for the page faults, half for locking them at 2 GB/s. Published rates fall between 0.5
-    # and 10 GiB, see `published.py`.
+    # and 10 GiB, see `PUBLISHED_FALL` in claims.py.
     "quick": Scale(
         table_bytes=2 * GIB,
         rounds=3,

@@ -39,7 +39,8 @@ SHAPES = ("ogbn-products", "ogbn-papers100M")
 METHOD_COLUMNS = (100, 128)
 DTYPES = ("float32", "float16", "int8")
 COLUMNS = (100, 128, 602, 1024, 1433)
-# of dense reads on an A100, from a table of 0.5 GiB to larger ones, see bench/gpu/published.py
+# of dense reads on an A100, from a table of 0.5 GiB to larger ones:
+# https://github.com/NVIDIA/nvbandwidth/issues/42
 PUBLISHED_FALL = "0.72 for 10 GiB, 0.66 for 20"
 MOST_OF = 0.9  # of the model's rate, or of a table in huge pages
 

@@ -17,8 +17,7 @@ starts whether a stage passed or failed. A stage's limit is at most what is left
     driver      read the driver's attributes, and find out how it treats registered host memory
     claims      measure the PCIe bus, and gathers beside the alternatives, by width and dtype
     epochs      measure epochs on the shapes of ogbn-products and ogbn-papers100M, the same
-    comparison  tabulate the claims, each with its ratio, see bench/gpu/claims.py; compare the
-                measurements with the model of PCIe traffic and published figures
+    comparison  tabulate the claims, each with its ratio, see bench/gpu/claims.py
     tests       tests that need a GPU
     sanitizer   the gathers again, under compute-sanitizer
     train       two epochs of training, with a trace
@@ -26,7 +25,7 @@ starts whether a stage passed or failed. A stage's limit is at most what is left
     kernels     a few cases of each test of Triton kernels
 
 FOLDER gets two files, which are replaced after each stage: `session.txt`, with tables of the stages
-and of the claims, and the comparison; and `session.tar.gz`, at most 16 MiB, with `session.jsonl`, a
+and of the claims; and `session.tar.gz`, at most 16 MiB, with `session.jsonl`, a
 line for each stage with its status, the GPU and its clocks; STAGE.log, the output of each; and
 `results`, whose lines are those of `bench/results`. On a machine without git, set GCNZC_COMMIT to
 the commit.
@@ -198,7 +197,6 @@ def stages_of(options: argparse.Namespace, work: Path, path: str) -> list[Stage]
     results = work / "results"
     suite = [*_module("bench.gpu.suite", options), "--results", results]
     suite += ["--small" if dry else "--quick"]
-    comparison = [*_module("bench.gpu.comparison", options), work, "--results", results]
     table = [*_module("bench.gpu.claims", options), results, "--out", work / "claims.txt"]
     gcnzc, graph = _module("gcnzc", options), work / "graph"
     size = ["--nodes", "500", "--edges", "3000"] if dry else []
@@ -211,7 +209,7 @@ def stages_of(options: argparse.Namespace, work: Path, path: str) -> list[Stage]
         Stage("driver", 25, [[*checks, "driver", "--out", work / "driver.json"]]),
         Stage("claims", 120, [[*suite, "link", "claims"]]),
         Stage("epochs", 170, [[*suite, "epoch", "epoch-large"]]),
-        Stage("comparison", 30, [table, comparison]),
+        Stage("comparison", 30, [table]),
         _tests(options, "tests", 90, "gpu", _files_with_gpu_tests()),
         Stage(
             "sanitizer",
@@ -356,9 +354,8 @@ def save(out: Path, work: Path, lines: Sequence[Mapping[str, Any]]) -> None:
         lines: of the stages.
     """
     text = "\n".join(table_of(lines)) + "\n"
-    for path in (work / "claims.txt", work / "comparison.txt"):
-        if path.exists():
-            text += "\n" + path.read_text()
+    if (claims := work / "claims.txt").exists():
+        text += "\n" + claims.read_text()
     _replace(out / TABLE, text.encode())
     packed, size = io.BytesIO(), 0
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:

@@ -20,8 +20,7 @@ by CUDA events; each is the median of rounds in which all tasks of a case altern
 recorded relative to a dense read, of a contiguous range by the GPU's threads, in the same rounds.
 A line is recorded as soon as its case is measured. A gather that fails has an `outcome` instead of
 a rate, and the others are measured. Each line has the GPU, its driver and its clocks.
-`bench/gpu/claims.py` tabulates the headline claims; `bench/gpu/comparison.py` compares the lines
-with the model of PCIe traffic and with published rates.
+`bench/gpu/claims.py` tabulates the headline claims.
 
 On a machine without git, the environment variable GCNZC_COMMIT sets the commit that is recorded.
 """

@@ -78,7 +78,6 @@ def serve(
     timeout_s: float = 120.0,
     warm_up: int = 0,
     heartbeats: bool = True,
-    one_group: bool = True,
 ) -> None:
     """Run the tasks of the command line as a worker, with a high priority if that is allowed.
 
@@ -88,24 +87,20 @@ def serve(
         warm_up: number of scalar all-gathers before the tasks, until the scheduler has distributed
             the processes over cores.
         heartbeats: send heartbeats, which count as bytes too.
-        one_group: run all tasks in one process group, instead of each in its own.
     """
     with suppress(PermissionError):
         os.nice(PRIORITY)
     torch.set_num_threads(1)
     tasks = [json.loads(text) for text in sys.argv[2:]]
-    for own in [tasks] if one_group else [[task] for task in tasks]:
-        with init_group(timeout_s=timeout_s) as group:
-            if group.monitor is not None and not heartbeats:
-                group.monitor.stop()
-            for _ in range(warm_up):
-                group.run(yield_request(AllGatherScalar(0)))
-            for task in own:
-                for line in measure(group, task):
-                    if group.rank == 0:
-                        print(json.dumps(line), flush=True)
-        # the store of these tasks may still use its port
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 100)
+    with init_group(timeout_s=timeout_s) as group:
+        if group.monitor is not None and not heartbeats:
+            group.monitor.stop()
+        for _ in range(warm_up):
+            group.run(yield_request(AllGatherScalar(0)))
+        for task in tasks:
+            for line in measure(group, task):
+                if group.rank == 0:
+                    print(json.dumps(line), flush=True)
 
 
 def interface_counts() -> tuple[int, int]:

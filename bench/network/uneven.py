@@ -1,7 +1,6 @@
 """Options for uneven machines: slow workers, slow links, and workers that leave and join.
 
-bench/network/cluster.py applies them to any command, and bench/network/uneven_strategies.py to
-optimizers, over emulated machines and in virtual time.
+bench/network/cluster.py applies them to any command.
 """
 
 import os

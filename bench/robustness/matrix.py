@@ -10,18 +10,12 @@ chosen: `constraints` takes those of constraints.txt, which are for Python 3.11 
 Triton of constraints.txt, any other torch with the Triton that it requires. For each case, `uv`
 creates an environment in FOLDER. The environment is removed at the end, but uv's cache keeps the
 downloads, of which a torch with CUDA takes 5 GB. First with DGL, PyG and Lightning, then without
-them, this program runs from this checkout:
+them, this program runs a selection of the tests of this checkout, with an empty cache of numba.
+Tests that do not depend on these libraries run only once.
 
-- a selection of the tests, with an empty cache of numba; tests that do not depend on these
-  libraries run only once;
-- commands that generate a small graph, and train node classification and link prediction on it;
-- commands that need one of the libraries. Without the library, they must fail with an error that
-  says how to install it.
-
-A recorded line has the numbers of tests that passed, failed and were skipped, the commands with a
-wrong result, and the versions. If the environment cannot be created, because uv has no such Python
-or the requirements conflict, the line has the reason in `not_made`, and the versions of the
-environment of this program.
+A recorded line has the numbers of tests that passed, failed and were skipped, and the versions. If
+the environment cannot be created, because uv has no such Python or the requirements conflict, the
+line has the reason in `not_made`, and the versions of the environment of this program.
 """
 
 import argparse
@@ -65,38 +59,7 @@ ONCE = (
     "tests/kernels/codec/test_signs.py",
     "tests/kernels/aggregate/test_compiles.py",
 )
-COMMAND_TIMEOUT_S = 300
-# name of the package to name of the module
-LIBRARIES = {"dgl": "dgl", "torch-geometric": "torch_geometric", "lightning": "lightning"}
-SMALL = ("--hidden", "16", "--layers", "2", "--fanouts", "5,5", "--batch-size", "256")
-GRAPH = ("--nodes", "2000", "--edges", "10000", "--num-features", "16", "--classes", "4")
-EVERY_MODULE = """
-import importlib, pkgutil, gcnzc
-# the first two import PyG and Lightning, and the last one runs the command line
-excluded = ("gcnzc.interop.pyg", "gcnzc.interop.lightning", "gcnzc.__main__")
-def check(package):
-    if not package.startswith(excluded):
-        raise
-for module in pkgutil.walk_packages(gcnzc.__path__, "gcnzc.", check):
-    if not module.name.startswith(excluded):
-        importlib.import_module(module.name)
-"""
-NODES_FROM_PYG = """
-import torch
-from gcnzc.interop.pyg import NeighborLoader
-from torch_geometric.data import Data
-data = Data(x=torch.rand(9, 2), edge_index=torch.randint(0, 9, (2, 40)))
-assert sum(b.batch_size for b in NeighborLoader(data, num_neighbors=[2, 2], batch_size=4)) == 9
-"""
-NODES_FROM_DGL = """
-import torch
-from gcnzc.interop.dgl import DataLoader, import_dgl
-dgl = import_dgl()
-graph = dgl.graph((torch.randint(0, 9, (40,)), torch.randint(0, 9, (40,))), num_nodes=9)
-loader = DataLoader(graph, torch.arange(9), dgl.dataloading.NeighborSampler([2, 2]), batch_size=4)
-assert sum(len(outputs) for inputs, outputs, blocks in loader) == 9
-"""
-WITH_LIGHTNING = "from gcnzc.interop.lightning import DataModule"
+LIBRARIES = ("dgl", "torch-geometric", "lightning")
 
 
 def main() -> None:
@@ -200,17 +163,14 @@ def pins(torch: str) -> list[str]:
 
 
 def run_checks(environment: Path, tests: Sequence[str], limit: int) -> dict[str, Any]:
-    """Run tests and the commands, and return the fields of the record."""
+    """Run tests, and return the fields of the record."""
     begin = time.perf_counter()
     versions = {name: version_of(environment, name) for name in (*LIBRARIES, *OTHERS)}
     counts, failures = run_tests(environment, tests, limit)
-    wrong = run_commands(environment, {name for name in LIBRARIES if versions[name]})
     return {
         "libraries": [name for name in LIBRARIES if versions[name]],
         **counts,
-        "commands": len(commands(Path())),
-        "commands_wrong": len(wrong),
-        "failures": failures + wrong,
+        "failures": failures,
         "seconds": round(time.perf_counter() - begin, 1),
         "versions": versions,
     }
@@ -250,51 +210,6 @@ def run_tests(
     if done.returncode not in (0, 1):
         failures.append(f"pytest exited with {done.returncode}: {last_line(done.stdout)}")
     return counts, failures
-
-
-def commands(folder: Path) -> list[tuple[str, list[str], str]]:
-    """Return the commands by name: arguments of `python`, and the library that each needs."""
-    graph, links = str(folder / "graph"), str(folder / "links")
-    train = ["-m", "gcnzc", "train", *SMALL, "--epochs"]
-    return [
-        ("every module imports", ["-c", EVERY_MODULE], ""),
-        ("make", ["-m", "gcnzc", "make", graph, *GRAPH], ""),
-        ("check", ["-m", "gcnzc", "check"], ""),
-        ("train", [*train, "2", graph], ""),
-        ("prepare", ["-m", "gcnzc", "prepare", graph, links, "--task", "link"], ""),
-        ("train --task link", [*train, "1", "--task", "link", links], ""),
-        ("train --sampler dgl", [*train, "1", "--sampler", "dgl", graph], "dgl"),
-        ("interop.dgl", ["-c", NODES_FROM_DGL], "dgl"),
-        ("interop.pyg", ["-c", NODES_FROM_PYG], "torch-geometric"),
-        ("interop.lightning", ["-c", WITH_LIGHTNING], "lightning"),
-    ]
-
-
-def run_commands(environment: Path, installed: set[str]) -> list[str]:
-    """Run the commands, and describe those with a wrong result."""
-    wrong = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name, words, library in commands(Path(folder)):
-            try:
-                done = run_python(environment, words, Path(folder), COMMAND_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                wrong.append(f"{name}: took longer than {COMMAND_TIMEOUT_S} s")
-                continue
-            if not library or library in installed:
-                if done.returncode != 0:
-                    wrong.append(f"{name}: {last_line(done.stderr)}")
-            elif not names_library(done, library, environment):
-                wrong.append(f"{name}: does not say how to install {library}: {done.stderr[-300:]}")
-    return wrong
-
-
-def names_library(done: subprocess.CompletedProcess[str], library: str, environment: Path) -> bool:
-    """Return whether a command failed with a hint that says how to install the library."""
-    hint = f"pip install {library}"
-    if library == "dgl" and "3.13" in python_of(environment):
-        hint = "use Python 3.12"
-    _, found, last_hint = done.stderr.rpartition("\nhint: ")
-    return done.returncode == 1 and bool(found) and hint in last_hint.replace("'", "")
 
 
 def run_python(

@@ -1,20 +1,17 @@
-"""Measure the agreement of ranks that train with A2CiD2, and the effect of a slow rank.
+"""Measure the agreement of ranks that train with A2CiD2.
 
-    python -m bench.strategies.a2cid2 [--parts agreement slow] [--seeds 3] [--archives FOLDER]
+    python -m bench.strategies.a2cid2 [--seeds 3] [--archives FOLDER]
 
 All ranks are simulated in one process, with virtual time: a step takes 10 ms, and links have
 100 Mbit/s and 1 ms of latency.
 
-`agreement` trains a classifier of the nodes of amazon_photo on a ring of 8 ranks: two layers on
+A case trains a classifier of the nodes of amazon_photo on a ring of 8 ranks: two layers on
 features that are averaged over two hops. The ranks have the nodes of a few labels each, the nodes
 of a partition of the graph, or random nodes. Each case is trained with and without momentum, with
 equal numbers of exchanges, in rounds or overlapped with the steps of ranks whose speeds differ by
 up to 20 %. A record has the consensus error, which is the root mean square of the ranks' distances
 from their mean over the second half of the run, and the test accuracy after `finalize`.
 `data parallel` averages the parameters of all ranks after every step.
-
-`slow` has four ranks, one of which takes three times as long for a step. A record has the steps per
-second of the other ranks.
 """
 
 import argparse
@@ -37,7 +34,6 @@ LR, MOMENTUM, HIDDEN = 0.02, 0.9, 32
 STEP_S, LINK = 0.01, Link(bytes_per_s=12.5e6, delay_s=0.001)
 # steps from one sample of the consensus error to the next
 SAMPLE_EVERY = 4
-SLOW_RANKS, SLOW_STEPS, SLOW_FACTOR = 4, 100, 3.0
 METHODS = {
     "data parallel": None,
     "rounds": {"eta": 0.0},
@@ -49,21 +45,16 @@ SHARDS = ("labels", "partition", "random")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure the requested parts."""
+    """Measure all cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", default=["agreement", "slow"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--archives", type=Path, default=ARCHIVES, help="folder of NAME/NAME.npz")
     asked = parser.parse_args(argv)
     torch.set_num_threads(1)
-    if "agreement" in asked.parts:
-        for shards in SHARDS:
-            for method in METHODS:
-                for seed in range(asked.seeds):
-                    measure_agreement(asked.archives, shards, method, seed)
-    if "slow" in asked.parts:
+    for shards in SHARDS:
         for method in METHODS:
-            measure_slow_rank(method)
+            for seed in range(asked.seeds):
+                measure_agreement(asked.archives, shards, method, seed)
 
 
 @cache
@@ -180,37 +171,6 @@ def measure_agreement(archives: Path, shards: str, method: str, seed: int) -> No
         steps=STEPS,
         exchanges_of_rank_0=getattr(exchanges, "num_exchanges", STEPS),
         simulated_s=max(outcome.results),
-    )
-
-
-def measure_slow_rank(method: str) -> None:
-    """Record the steps per second of the ranks that are not slow."""
-
-    def train(rank: int, factor: float) -> Algorithm[float]:
-        model = nn.Linear(100, 100)
-        optimizer = make_optimizer(method, model, Group(rank, SLOW_RANKS))
-        yield from optimizer.broadcast_model_algorithm()
-        begin = yield Now()
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        for _ in range(SLOW_STEPS):
-            yield Compute(STEP_S * (factor if rank == 1 else 1.0))
-            yield from optimizer.algorithm()
-        end = yield Now()
-        yield from optimizer.finalize_algorithm()
-        return SLOW_STEPS / (end - begin)
-
-    rates = [
-        lockstep([train(rank, factor) for rank in range(SLOW_RANKS)], LINK).results
-        for factor in (1.0, SLOW_FACTOR)
-    ]
-    equal, slow = (min(each[:1] + each[2:]) for each in rates)
-    harness.record(
-        "a2cid2",
-        {"part": "slow", "method": method, "ranks": SLOW_RANKS, "slow_factor": SLOW_FACTOR},
-        equal_steps_per_s=equal,
-        steps_per_s=slow,
-        ratio=slow / equal,
     )
 
 

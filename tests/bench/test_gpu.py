@@ -11,7 +11,7 @@ import torch
 import triton
 
 from bench import harness
-from bench.gpu import base, epochs, suite
+from bench.gpu import base, claims, epochs, suite
 from bench.gpu.base import Bench
 from gcnzc.tune import pcie_bench
 
@@ -146,3 +146,11 @@ def test_a_dtype_that_does_not_compile_is_recorded_and_the_others_are_measured(m
     assert {line["outcome"] for line in failed} == {"TritonError: a pass failed in detail"}
     # bounds, float32 and two codes; bounds and four dtypes
     assert sum("payload_bytes_per_s" in line for line in bench.lines) == 3 + 5 + 3 + 7
+
+
+def test_claims_that_were_not_measured_are_in_the_table(tmp_path):
+    lines = claims.tabulate(tmp_path)
+    assert {line["verdict"] for line in lines} == {"not measured"}
+    # two shapes, gathers of two widths, three dtypes of five widths at two starts, and pages
+    assert len(lines) == 2 * 5 + 2 * 3 + 3 * 5 * 2 + 1
+    assert len(claims.format_claims(lines)) == len(lines) + 1

@@ -281,9 +281,7 @@ def test_a_whole_dry_run_passes_in_a_bare_checkout_without_git_and_network(tmp_p
     assert rules["register an overlapping range"] == 712
     assert rules["unregister an address that is not registered"] == 713
     check_measurements(found / "results")
-    compared = read_lines(found / "comparison.jsonl")
-    assert {line["compared"] for line in compared} >= {"bus", "kernel"}
-    assert "Resources of kernels, and budgets" in (out / TABLE).read_text()
+    assert "verdict" in (out / TABLE).read_text()
 
 
 @pytest.mark.slow

@@ -1,14 +1,12 @@
-"""The options of uneven machines, and the strategies with uneven workers in virtual time."""
+"""The options of uneven machines, workers that leave and join, and simulated times."""
 
-import json
 import time
 
 import pytest
 from limits import HANG_S, NEVER_S
 
-from bench import harness
 from bench.network import cluster as cluster_module
-from bench.network import uneven, uneven_strategies, validate
+from bench.network import uneven, validate
 from bench.network.cluster import Cluster
 from bench.network.links import Network
 from bench.network.namespaces import can_make
@@ -92,17 +90,3 @@ def test_the_simulated_time_of_a_task_is_that_of_its_bytes():
         ("ring", 1024),
         ("doubling", 1024),
     ]
-
-
-def test_a_slow_worker_slows_the_others_only_if_they_wait_for_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
-    words = ["average", "A2CiD2, overlapped", "--virtual", "--workers", "2", "--steps", "4"]
-    uneven_strategies.main([*words, "--slow-worker", "1:3", "--record"])
-    lines = [json.loads(text) for text in (tmp_path / "cluster.jsonl").read_text().splitlines()]
-    average, gossip = (line["seconds"] for line in lines)
-    assert average[0] == pytest.approx(average[1], rel=0.01)
-    assert average[0] > 4 * 3 * 0.15
-    assert gossip[0] < 0.6 * gossip[1]
-    assert lines[0]["slow_workers"] == {"1": 3.0}
-    with pytest.raises(ValueError, match="worker 7 of 2"):
-        uneven_strategies.main([*words, "--slow-worker", "7:3"])
