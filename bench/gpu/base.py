@@ -22,11 +22,6 @@ from gcnzc.kernels.gpu_launch import default_programs
 from gcnzc.tune import pcie_bench
 
 GIB = 1 << 30
-# rows of public datasets in float32 or float16, and widths near those of vectors, lines and warps
-WIDTHS_BYTES = (
-    *(4, 16, 32, 64, 100, 128, 132, 200, 256, 400, 512, 516),
-    *(768, 1024, 1204, 1412, 1536, 2000, 2408, 4096, 5732, 14812, 27220),
-)
 
 
 @dataclass(frozen=True)
@@ -36,13 +31,8 @@ class Scale:
     table_bytes: int = 8 * GIB
     payload_bytes: int = 1 << 26
     rounds: int = 11
-    widths: tuple[int, ...] = WIDTHS_BYTES  # of rows, in bytes, for the layouts
     num_ids: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
-    programs: tuple[int, ...] = (4, 8, 16, 32, 64, 132, 264)
     tlb_gib: tuple[float, ...] = (1, 4, 16, 64)
-    program_widths: tuple[int, ...] = (400, 1204, 2408)
-    # warps, and vectors in flight per lane
-    launches: tuple[tuple[int, int], ...] = ((4, 4), (8, 2), (8, 4), (8, 8), (16, 4))
     columns: tuple[int, ...] = (100, 128, 602, 1024, 1433)
 
 
@@ -54,17 +44,10 @@ SCALES = {
     "quick": Scale(
         table_bytes=2 * GIB,
         rounds=3,
-        widths=(400, 512, 1412, 2408, 5732),
         num_ids=(300_000,),
-        programs=(8, 32, 132),
         tlb_gib=(2, 8),
     ),
-    "small": Scale(
-        *(1 << 20, 1 << 12, 1, (132, 1204), (40,), (4,), (1 / 1024,)),
-        program_widths=(1204,),
-        launches=((4, 2), (8, 4)),
-        columns=(602,),
-    ),
+    "small": Scale(1 << 20, 1 << 12, 1, (40,), (1 / 1024,), columns=(602,)),
 }
 
 

@@ -21,9 +21,7 @@ index`. Together 125.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice, repeat
@@ -41,10 +39,9 @@ from bench.gpu.base import Bench, random_bytes
 from gcnzc.features.cache import cached
 from gcnzc.features.table import FeatureTable
 from gcnzc.loader.loader import Loader
-from gcnzc.loader.transfer import Transfer
 from gcnzc.sampling.batch import Batch
 from gcnzc.system.spans import Stage
-from gcnzc.system.streams import CudaStreams, clock_of
+from gcnzc.system.streams import clock_of
 from gcnzc.train.tracing import overlap_share
 
 CLASSES = 47
@@ -58,8 +55,6 @@ RELATIVE = {
     "faster_than_cpu_index": "CPU index, pageable copy",
     "share_of_all_on_gpu": "all features on the GPU",
 }
-SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
-ROW_BYTES = (400, 512, 2408)
 
 
 @dataclass(frozen=True)
@@ -330,20 +325,7 @@ def record_epochs(
         )
 
 
-def measure_overlap(bench: Bench) -> None:
-    """Measure how much of the gather overlaps with compute, by look-ahead and priority."""
-    shape = SHAPES[bench.scale_name][0]
-    graph = graph_of(shape)
-    with random_bytes(shape.num_nodes * shape.num_columns * 4) as memory:
-        work = Work(bench, shape, graph, "SAGE")
-        table = table_of(work, memory, torch.float32)
-        for ahead in (1, 2, 4, 8, 16):
-            for priority in (0, -1):
-                record_overlap(bench, work, table, ahead=ahead, priority=priority)
-        torch.cuda.synchronize()
-
-
-def record_overlap(bench: Bench, work: Work, table: FeatureTable, **options: int) -> None:
+def record_overlap(bench: Bench, work: Work, table: FeatureTable) -> None:
     """Record the time of gathers by zero-copy, and how much of it is under compute."""
     now = clock_of(bench.device)
     stages: list[list[Stage]] = []  # of each minibatch
@@ -354,7 +336,7 @@ def record_overlap(bench: Bench, work: Work, table: FeatureTable, **options: int
         work.step(batch, batch.x)
         stages.append([*batch.stages, Stage("compute", "model", begin, now())])
 
-    loader = work.loader(table, **options)
+    loader = work.loader(table)
     method = Method(loader, step)
     method.seconds(1)
     batch_s = method.seconds(work.shape.batches)
@@ -370,66 +352,7 @@ def record_overlap(bench: Bench, work: Work, table: FeatureTable, **options: int
     )
 
 
-def measure_two_engines(bench: Bench) -> None:
-    """Measure bytes per second of simultaneous reads and copies, by copied share."""
-    with random_bytes(bench.scale.table_bytes) as memory:
-        _measure_two_engines(bench, memory, 4 if bench.scale_name == "small" else 40)
-
-
-def _measure_two_engines(bench: Bench, memory: Tensor, batches: int) -> None:
-    rates = bench.rates(bench.bounds(memory))
-    for row_bytes in ROW_BYTES:
-        table = FeatureTable(memory[: len(memory) // row_bytes * row_bytes].view(-1, row_bytes))
-        table = FeatureTable(table.rows.view(torch.float32))
-        num_ids = max(1, bench.scale.payload_bytes // row_bytes)
-        sampled = [torch.randint(table.num_rows, (num_ids,)) for _ in range(4)]
-        for threads in (1, 4, 12):
-            for share in SHARES:
-                transfer = Transfer(
-                    CudaStreams(bench.device), table, share, max_pending=threads + 2
-                )
-                with started_batches(transfer, sampled, threads) as send:
-                    send(batches // 2)
-                    torch.cuda.synchronize()
-                    began_s = time.perf_counter()
-                    send(batches)
-                    torch.cuda.synchronize()
-                    seconds = time.perf_counter() - began_s
-                rate = batches * num_ids * row_bytes / seconds
-                bench.record(
-                    "two_engines",
-                    {"row_bytes": row_bytes, "copied_share": share, "loader_threads": threads},
-                    payload_bytes_per_s=rate,
-                    share_of_copy_engine=rate / rates["copy engine"],
-                    share_of_dense_read=rate / rates["dense read"],
-                )
-
-
-@contextmanager
-def started_batches(
-    transfer: Transfer, sampled: list[Tensor], threads: int
-) -> Iterator[Callable[[int], None]]:
-    """Yield a function that copies a number of batches, started by several threads."""
-
-    def batch(number: int) -> Batch:
-        ids = transfer.host.empty(sampled[0].shape, torch.int64)
-        ids.copy_(sampled[number % len(sampled)])
-        return Batch(ids, ids[:0], ())
-
-    with ThreadPoolExecutor(threads) as executor:
-
-        def send(number: int) -> None:
-            for pending in executor.map(lambda n: transfer.start(batch(n)), range(number)):
-                transfer.wait(pending)
-
-        transfer.order_after_current_stream()
-        yield send
-    transfer.close()
-
-
 PARTS: dict[str, Callable[[Bench], None]] = {
     "epoch": partial(measure_epochs, shapes=slice(0, 1)),
     "epoch-large": partial(measure_epochs, shapes=slice(1, None)),
-    "overlap": measure_overlap,
-    "two-engine": measure_two_engines,
 }

@@ -1,8 +1,7 @@
 """Measure gathers, copies and epochs on a GPU, in under nine minutes.
 
     python -m bench.gpu.suite all                       everything, recorded in results/gpu_*.jsonl
-    python -m bench.gpu.suite gather --results FOLDER   one part, recorded elsewhere
-    python -m bench.gpu.suite link gather --quick       fewer widths and rounds, in about a minute
+    python -m bench.gpu.suite widths --results FOLDER   one part, recorded elsewhere
     python -m bench.gpu.suite claims epoch epoch-large --quick    what bench/gpu/claims.py tabulates
     python -m bench.gpu.suite all --small               tiny, recorded only with --results
 
@@ -10,10 +9,8 @@
 
 `link` measures the PCIe bus; `methods` zero-copy and its alternatives; `widths` dtypes, columns and
 offsets; `tlb` small and huge pages, of tables beyond the reach of the GPU's TLB; `claims` these
-three; `gather` layouts, dtypes, and numbers of programs; `cache` cached rows by their hit rate;
-`codes` quantized rows;
-`epoch`, `epoch-large`, `overlap` and `two-engine` whole minibatches, see bench/gpu/epochs.py.
-`claims --quick` is predicted to take 60 s, half of it for the compilation of 30 gathers.
+three; `epoch` and `epoch-large` whole minibatches, see bench/gpu/epochs.py. `claims --quick` is
+predicted to take 60 s, half of it for the compilation of 30 gathers.
 
 Each gather is first run once, and its rows are compared with the expected ones. Times are measured
 by CUDA events; each is the median of rounds in which all tasks of a case alternate. Rates are also
@@ -29,7 +26,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -41,9 +38,9 @@ from bench.gpu import epochs
 from bench.gpu.base import GIB, Bench, huge_pages_share, random_bytes
 from gcnzc.features.pcie_traffic import Traffic, traffic
 from gcnzc.features.registrations import copy_to
-from gcnzc.kernels.gather import cached_rows, gather_numba, gpu
+from gcnzc.kernels.gather import gather_numba
 from gcnzc.kernels.gather.gpu import gather_rows
-from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES, Layout
+from gcnzc.kernels.gather.lanes import LINE_BYTES
 from gcnzc.tune import pcie_bench
 
 Task = tuple[int, Callable[[], object]]  # the bytes that it moves, and what moves them
@@ -65,9 +62,7 @@ class Gather:
         return len(self.ids) * self.rows.shape[1] * self.rows.element_size()
 
 
-def zero_copy(
-    rows: Tensor, num_ids: int, device: torch.device, *, layout: Layout | None = None
-) -> Gather:
+def zero_copy(rows: Tensor, num_ids: int, device: torch.device) -> Gather:
     """Return a gather of random rows by the GPU, with its model of PCIe traffic."""
     ids = torch.randint(len(rows), (num_ids,), device=device)
     out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=device)
@@ -75,12 +70,11 @@ def zero_copy(
     stride_bytes = rows.stride(0) * size
     model = traffic(
         rows.shape[1] * size,
-        layout=layout,
         item_bytes=size,
         stride_bytes=stride_bytes,
         base=rows.data_ptr() % LINE_BYTES,
     )
-    return Gather(rows, ids, out, partial(gather_rows, rows, ids, out, layout=layout), model)
+    return Gather(rows, ids, out, partial(gather_rows, rows, ids, out), model)
 
 
 def rows_of(memory: Tensor, row_bytes: int, stride_bytes: int, dtype: torch.dtype) -> Tensor:
@@ -101,18 +95,14 @@ def check_gather(
 
 
 def check_equal(found: Tensor, rows: Tensor, ids: Tensor, name: str) -> None:
-    """Check that a gather returned the right rows, converted to the dtype of `found`.
+    """Check that a gather returned the right rows.
 
     Raises:
         RuntimeError: it did not.
     """
     some = torch.linspace(0, len(ids) - 1, min(len(ids), 20_000)).long()
-    expected = rows[ids[some.to(ids.device)].cpu()].to(found.dtype).contiguous()
+    expected = rows[ids[some.to(ids.device)].cpu()].contiguous()
     got = found[some.to(found.device)].cpu().contiguous()
-    if rows.dtype != found.dtype:
-        # Triton's interpreter converts NaN of float8 to infinity
-        finite = expected.isfinite()
-        got, expected = got[finite], expected[finite]
     is_equal = torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
     if not is_equal:
         raise RuntimeError(f"{name} returned wrong rows")
@@ -136,65 +126,6 @@ def measure_link(bench: Bench) -> None:
     """Measure the PCIe bus: copies, dense reads and latency."""
     with random_bytes(max(bench.scale.payload_bytes * 8, 1 << 18)) as memory:
         bench.record("link", {"what": "link"}, **pcie_bench.measure_bus(bench.where, memory))
-
-
-def measure_gather(bench: Bench) -> None:
-    """Measure layouts by row width; then programs and dtypes, at some widths."""
-    with random_bytes(bench.scale.table_bytes) as memory:
-        for row_bytes in bench.scale.widths:
-            measure_layouts(bench, memory, row_bytes)
-        for row_bytes in bench.scale.program_widths:
-            measure_programs(bench, memory, row_bytes)
-        for columns in (128, 602):
-            measure_dtypes(bench, memory, columns)
-
-
-def measure_layouts(bench: Bench, memory: Tensor, row_bytes: int) -> None:
-    """Measure every layout, with packed rows except for `pitched`."""
-    dtype = torch.int32 if row_bytes % 4 == 0 else torch.int16
-    num_ids = max(1, bench.scale.payload_bytes // row_bytes)
-    pitch = -(-row_bytes // LINE_BYTES) * LINE_BYTES
-    gathers = {}
-    for layout in LAYOUTS:
-        rows = rows_of(memory, row_bytes, pitch if layout == "pitched" else row_bytes, dtype)
-        gathers[layout] = zero_copy(rows, num_ids, bench.device, layout=layout)
-    measure(bench, "gather", {"row_bytes": row_bytes, "num_ids": num_ids}, memory, gathers)
-
-
-def measure_programs(bench: Bench, memory: Tensor, row_bytes: int) -> None:
-    """Measure rates by number of programs, warps, and vectors in flight per lane."""
-    rows = rows_of(memory, row_bytes, row_bytes, torch.int32)
-    plain = zero_copy(rows, max(1, bench.scale.payload_bytes // row_bytes), bench.device)
-    chosen = gpu.WARPS, gpu.VECTORS
-    try:
-        for warps, vectors in bench.scale.launches:
-            gpu.WARPS, gpu.VECTORS = warps, vectors
-            gathers = {
-                str(programs): replace(plain, run=partial(plain.run, programs=programs))
-                for programs in bench.scale.programs
-            }
-            case: dict[str, object] = {"row_bytes": row_bytes, "warps": warps, "vectors": vectors}
-            measure(bench, "gather_programs", case, memory, gathers)
-    finally:
-        gpu.WARPS, gpu.VECTORS = chosen
-
-
-def measure_dtypes(bench: Bench, memory: Tensor, columns: int) -> None:
-    """Measure gathers by stored dtype, unchanged and converted to float16."""
-    dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e5m2]
-    num_ids = max(1, bench.scale.payload_bytes // (4 * columns))
-    case: dict[str, object] = {"columns": columns, "num_ids": num_ids}
-    tasks = bench.bounds(memory)
-    for dtype in dtypes:
-        rows = rows_of(memory, columns * dtype.itemsize, columns * dtype.itemsize, dtype)
-        ids = torch.randint(len(rows), (num_ids,), device=bench.device)
-        for target in dict.fromkeys((dtype, torch.float16)):
-            out = torch.empty(num_ids, columns, dtype=target, device=bench.device)
-            name, gather = f"{dtype} to {target}", partial(gather_rows, rows, ids, out)
-            with bench.attempt("gather_dtypes", {"method": name} | case):
-                check_gather(gather, out, rows, ids, name)
-                tasks[name] = (num_ids * columns * dtype.itemsize, gather)
-    record_shares(bench, "gather_dtypes", case, tasks)
 
 
 def record_shares(
@@ -312,80 +243,11 @@ def measure_tlb(bench: Bench) -> None:
                 measure(bench, "tlb", case, memory, gathers)
 
 
-def measure_cache(bench: Bench) -> None:
-    """Measure gathers with a feature cache, by hit rate."""
-    with random_bytes(bench.scale.table_bytes) as memory:
-        for row_bytes in (400, 512, 2408):
-            rows = rows_of(memory, row_bytes, row_bytes, torch.int32)
-            num_ids = max(1, bench.scale.payload_bytes // row_bytes)
-            # as many cached rows as ids, so that the GPU's L2 cache holds no more of them than of
-            # uncached rows
-            chosen = torch.randperm(len(rows))[: min(num_ids, len(rows) // 2)]
-            cached = cached_rows.make_cached_rows(rows, chosen, bench.device)
-            uncached = (cached.slots < 0).nonzero().flatten()
-            out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=bench.device)
-            for hit_rate in (0.0, 0.2, 0.5, 0.8, 1.0):
-                hits = torch.rand(num_ids, device=bench.device) < hit_rate
-                hit_ids = chosen.to(bench.device)[torch.randint(len(chosen), (num_ids,))]
-                missed_ids = uncached[torch.randint(len(uncached), (num_ids,))]
-                ids = torch.where(hits, hit_ids, missed_ids)
-                plain = partial(gather_rows, rows, ids, out)
-                gathers = {
-                    "without a cache": Gather(rows, ids, out, plain),
-                    "with a cache": Gather(rows, ids, out, partial(plain, cached=cached)),
-                }
-                case: dict[str, object] = {"row_bytes": row_bytes, "hit_rate": hit_rate}
-                measure(bench, "cache", case, memory, gathers)
-
-
-def measure_codes(bench: Bench) -> None:
-    """Measure gathers of quantized rows to float32 and float16, compared with unquantized rows."""
-    columns = 128
-    num_ids = max(1, bench.scale.payload_bytes // (4 * columns))
-    case: dict[str, object] = {"columns": columns, "num_ids": num_ids}
-    with random_bytes(bench.scale.table_bytes) as memory:
-        tasks = bench.bounds(memory)
-        plain = rows_of(memory, 4 * columns, 4 * columns, torch.float32)
-        ids = torch.randint(len(plain), (num_ids,), device=bench.device)
-        out = torch.empty(num_ids, columns, device=bench.device)
-        gather = partial(gather_rows, plain, ids, out)
-        check_gather(gather, out, plain, ids, "float32")
-        tasks["float32"] = (num_ids * 4 * columns, gather)
-        for dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
-            codes = rows_of(memory, columns, columns, dtype)
-            scales = torch.rand(len(codes), device=bench.device)
-            ids = torch.randint(len(codes), (num_ids,), device=bench.device)
-            for target in (torch.float32, torch.float16):
-                out = torch.empty(num_ids, columns, dtype=target, device=bench.device)
-                gather = partial(gather_rows, codes, ids, out, scales=scales)
-                name = f"{dtype} as {target}"
-                with bench.attempt("codes", {"method": name} | case):
-                    out.fill_(7)
-                    gather()
-                    check_dequantized(out, codes, scales, ids)
-                    tasks[name] = (num_ids * columns, gather)
-        # rates count the bytes of codes, which are transferred over the bus
-        record_shares(bench, "codes", case, tasks)
-
-
-def check_dequantized(out: Tensor, codes: Tensor, scales: Tensor, ids: Tensor) -> None:
-    """Check that a gather returned the products of codes and scales."""
-    some = torch.arange(min(len(ids), 2000))
-    at = ids[some.to(ids.device)].cpu()
-    expected = (codes[at].float() * scales.cpu()[at][:, None]).to(out.dtype)
-    torch.testing.assert_close(
-        out[some.to(out.device)].cpu(), expected, rtol=0, atol=0, equal_nan=True
-    )
-
-
 PARTS = {
     "link": measure_link,
     "methods": measure_methods,
     "widths": measure_widths,
     "tlb": measure_tlb,
-    "gather": measure_gather,
-    "cache": measure_cache,
-    "codes": measure_codes,
 }
 # of the headline claims, see bench/gpu/claims.py
 CLAIMS = ("methods", "widths", "tlb")

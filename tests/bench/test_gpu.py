@@ -8,10 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import triton
 
 from bench import harness
-from bench.gpu import base, claims, epochs, suite
+from bench.gpu import claims, epochs, suite
 from bench.gpu.base import Bench
 from gcnzc.tune import pcie_bench
 
@@ -124,28 +123,6 @@ def test_epochs_are_recorded_after_each_round_also_if_a_method_fails(monkeypatch
     assert bench.lines[-2]["epoch_s"] == 4.0
     assert bench.lines[-2]["faster_than_cpu_index"] == 3.5
     assert bench.lines[-2]["share_of_all_on_gpu"] is None
-
-
-def test_a_dtype_that_does_not_compile_is_recorded_and_the_others_are_measured(monkeypatch, bench):
-    def gather(rows, ids, out, scales=None):
-        if rows.dtype == torch.float8_e5m2:
-            raise triton.TritonError("a pass failed\nin detail")
-        out.copy_(rows[ids] if scales is None else rows[ids].float() * scales[ids, None])
-
-    monkeypatch.setattr(suite, "gather_rows", gather)
-    suite.measure_codes(bench)
-    with base.random_bytes(1 << 20) as memory:
-        suite.measure_dtypes(bench, memory, 128)
-    e5m2 = "torch.float8_e5m2"
-    assert bench.failed == [
-        *(f"{e5m2} as {target}" for target in (torch.float32, torch.float16)),
-        *(f"{e5m2} to {target}" for target in (torch.float8_e5m2, torch.float16)),
-    ]
-    failed = [line for line in bench.lines if e5m2 in line["method"]]
-    assert len(failed) == 4
-    assert {line["outcome"] for line in failed} == {"TritonError: a pass failed in detail"}
-    # bounds, float32 and two codes; bounds and four dtypes
-    assert sum("payload_bytes_per_s" in line for line in bench.lines) == 3 + 5 + 3 + 7
 
 
 def test_claims_that_were_not_measured_are_in_the_table(tmp_path):
