@@ -7,17 +7,15 @@ Eight ranks train a small classifier on data of different distributions, over si
 stragglers, each step of each rank takes 5 times as long with a probability of 20 %. Methods with
 the same seed have the same step times, minibatches and initial parameters.
 
-`backup` closes a round at the first pending edge, `full` waits for all ranks and mixes over the
-same graph, and `all-reduce` is local SGD with a mean of all parameters after every step. The mean
-round time is that of the rounds up to the end of the first rank, and the mean step time that of all
-steps of all ranks. `loss` is that of the mean of all parameters when the first rank of `backup` has
-taken all its steps; the other methods are evaluated at the same virtual time.
+`backup` closes a round at the first pending edge, and `full` waits for all ranks and mixes over the
+same graph. The mean round time is that of the rounds up to the end of the first rank, and the mean
+step time that of all steps of all ranks. `loss` is that of the mean of all parameters when the
+first rank of `backup` has taken all its steps; `full` is evaluated at the same virtual time.
 """
 
 import argparse
 import math
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +25,7 @@ from torch import Tensor, nn
 
 from bench import harness
 from gcnzc.exchange import Algorithm, Compute, Group, Link, Now, lockstep
-from gcnzc.optim import LocalSGD, Strategy, backup_workers
+from gcnzc.optim import Strategy, backup_workers
 
 WORLD_SIZE = 8
 LINK, STORE_S = Link(bytes_per_s=12.5e6, delay_s=0.001), 0.001
@@ -36,7 +34,6 @@ FEATURES, HIDDEN, CLASSES = 128, 64, 16
 BATCH, SAMPLES, LR = 32, 512, 0.1
 GRACE = 0.1
 GRAPHS = ("ring", "4-regular", "complete")
-Make = Callable[[torch.optim.Optimizer, Group], Strategy]
 
 
 @dataclass
@@ -88,19 +85,19 @@ def train(run: Run, x: Tensor, y: Tensor, times: list[float], seed: int) -> Algo
         now = yield Now()
         run.ends.append(now)
         run.vectors.append(run.optimizer.vector())
-        if hasattr(run.optimizer.recipe.policy, "last"):
-            run.rounds[run.optimizer.recipe.policy.last.round] = now
+        run.rounds[run.optimizer.recipe.policy.last.round] = now
     yield from run.optimizer.finalize_algorithm()
 
 
-def simulate(make: Make, seed: int, times: list[list[float]]) -> list[Run]:
+def simulate(graph: str, grace: float, seed: int, times: list[list[float]]) -> list[Run]:
     """Train on all ranks."""
     x, y = make_data(seed)
     runs = []
     for rank in range(WORLD_SIZE):
         model = make_model(seed)
         inner = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.0)
-        runs.append(Run(model, make(inner, Group(rank, WORLD_SIZE))))
+        recipe = backup_workers(graph, grace=grace)
+        runs.append(Run(model, Strategy(inner, recipe, Group(rank, WORLD_SIZE))))
     steps = [
         train(run, x[rank], y[rank], times[rank], 1000 * seed + rank)
         for rank, run in enumerate(runs)
@@ -132,7 +129,7 @@ def mean_round_s(runs: list[Run]) -> float:
     for run in runs:
         for number, at_s in run.rounds.items():
             ends[number] = min(at_s, ends.get(number, math.inf))
-    before = [at_s for at_s in ends.values() if at_s <= end_s] or [end_s / len(runs[0].ends)]
+    before = [at_s for at_s in ends.values() if at_s <= end_s]
     return max(before) / len(before)
 
 
@@ -143,17 +140,9 @@ def measure(seed: int, steps: int, chance: float) -> dict[tuple[str, str], dict[
     steps_s = STEP_S * choose.uniform(1 - JITTER, 1 + JITTER, is_slow.shape)
     times = (np.where(is_slow, SLOW_FACTOR, 1.0) * steps_s).tolist()
     found = {}
-    reduced = simulate(lambda inner, group: LocalSGD(inner, group, local_steps=1), seed, times)
     for graph in GRAPHS:
-        runs = {"all-reduce": reduced}
-        for method, grace in (("backup", GRACE), ("full", math.inf)):
-            runs[method] = simulate(
-                lambda inner, group, graph=graph, grace=grace: Strategy(  # type: ignore[misc]
-                    inner, backup_workers(graph, grace=grace), group
-                ),
-                seed,
-                times,
-            )
+        graces = {"backup": GRACE, "full": math.inf}
+        runs = {method: simulate(graph, each, seed, times) for method, each in graces.items()}
         at_s = min(run.ends[-1] for run in runs["backup"])
         for method, own in runs.items():
             result = {
