@@ -28,7 +28,6 @@ from gcnzc.system.array_file import read_arrays, read_shapes, write_arrays
 from gcnzc.system.row_memory import (
     DTYPES,
     allocate,
-    check_writable,
     new_mapped_file,
     open_mapped_file,
 )
@@ -99,34 +98,6 @@ class EmbeddingTable:
             with new_mapped_file(Path(path), shape, dtype) as rows:
                 _initialize(rows, init, scale, seed, threads)
         self._set_rows(rows, is_trainable=True)
-
-    @classmethod
-    def from_rows(cls, rows: Tensor) -> "EmbeddingTable":
-        """Return a table of given rows, which share their memory with it.
-
-        Args:
-            rows: (N, D) float32 or float64, contiguous, on the host. The memory may be shared
-                between processes, if only one of them updates it.
-
-        Raises:
-            TypeError: `rows` is not a tensor.
-            ValueError: `rows` has another shape, dtype, layout or device, requires a gradient, or
-                its memory is read-only.
-        """
-        check_kind("rows", rows, Tensor, "torch.from_numpy(array)")
-        is_table = rows.layout == torch.strided and rows.ndim == 2 and rows.device.type == "cpu"
-        if not is_table or rows.dtype not in DTYPES or not rows.shape[1]:
-            raise ValueError(
-                f"rows is {describe(rows)} on {rows.device}\n\nhint: a table of embeddings is "
-                "(N, D) float32 or float64 in host memory"
-            )
-        if rows.requires_grad or not rows.is_contiguous() or rows.is_neg():
-            raise ValueError(
-                f"rows is {describe(rows)} that is not contiguous, or requires a gradient\n\n"
-                "hint: rows.detach().contiguous()"
-            )
-        check_writable(rows, "a table of embeddings")
-        return cls._of(rows, is_trainable=True)
 
     @classmethod
     def open(cls, path: str | Path, *, read_only: bool = False) -> "EmbeddingTable":
@@ -271,11 +242,6 @@ class EmbeddingTable:
                 table._pending[number] = (own_ids, leaf)
 
         rows.register_post_accumulate_grad_hook(keep)
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a backward pass has computed gradients that are not taken yet."""
-        return bool(self._pending)
 
     def take_gradients(self, *, threads: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the gradients of rows since the last call, and forget them.

@@ -152,10 +152,7 @@ class Graph:
         bidirected = check_flag("bidirected", bidirected)
         source, target = _to_array(src, "src"), _to_array(dst, "dst")
         if source.shape != target.shape:
-            raise ValueError(
-                f"from_edges: src has {len(source)} elements, dst {len(target)}\n\n"
-                "hint: src and dst have one element for each edge"
-            )
+            raise ValueError(f"from_edges: src has {len(source)} elements, dst {len(target)}")
         return _build(
             csc.edge_list_segments(source, target),
             csc.edge_list_segments(target, source) if bidirected else [],
@@ -226,7 +223,7 @@ class Graph:
             ValueError: the graph is heterogeneous.
         """
         if not hasattr(graph, "canonical_etypes"):
-            raise TypeError(f"graph is {describe(graph)}\n\nhint: a dgl.DGLGraph")
+            raise TypeError(f"graph is {describe(graph)}")
         if len(graph.ntypes) != 1 or len(graph.etypes) != 1:
             raise ValueError(
                 f"from_dgl: the graph has node types {graph.ntypes} and edge types "
@@ -342,9 +339,7 @@ def _build(
 def _to_array(ids: Ids, name: str) -> NDArray[np.integer]:
     if isinstance(ids, Tensor):
         if ids.device.type != "cpu":
-            raise ValueError(
-                f"{name} is on {ids.device}\n\nhint: a graph is on the host; pass {name}.cpu()"
-            )
+            raise ValueError(f"{name} is on {ids.device}")
         ids = ids.detach().numpy()
     elif not isinstance(ids, np.ndarray):
         return as_ids(name, ids, "one dimension of int32 or int64").numpy()
@@ -364,10 +359,7 @@ def _to_array(ids: Ids, name: str) -> NDArray[np.integer]:
 def _check_sizes(indptr: NDArray[np.integer], indices: NDArray[np.integer]) -> None:
     for name, array in (("indptr", indptr), ("indices", indices)):
         if not array.flags.c_contiguous:
-            raise ValueError(
-                f"{name} is strided, {array.strides[0]} bytes between elements\n\n"
-                f"hint: pass {name}.contiguous(), or {name}.copy() of a numpy array"
-            )
+            raise ValueError(f"{name} is strided, {array.strides[0]} bytes between elements")
     if len(indptr) == 0:
         raise ValueError("indptr is empty\n\nhint: N nodes need N + 1 offsets, the first of them 0")
     if indptr[0] != 0 or indptr[-1] != len(indices):

@@ -107,8 +107,7 @@ def partition_graph(
     num_seeds = int(load.sum())
     if num_seeds < num_parts:
         raise ValueError(
-            f"num_parts is {num_parts} for {num_seeds} seeds: some parts would have none\n\n"
-            "hint: use at most as many parts as seeds"
+            f"num_parts is {num_parts} for {num_seeds} seeds: some parts would have none"
         )
     if num_parts == 1:
         return torch.zeros(graph.num_nodes, dtype=torch.int64)
@@ -229,8 +228,7 @@ def cut_fraction(graph: Graph, parts: IdsLike) -> float:
     labels = as_ids("parts", parts, "the part of each node").cpu().numpy()
     if len(labels) != graph.num_nodes:
         raise ValueError(
-            f"parts has {len(labels)} elements, but the graph has {graph.num_nodes} nodes\n\n"
-            "hint: the part of each node"
+            f"parts has {len(labels)} elements, but the graph has {graph.num_nodes} nodes"
         )
     indptr, indices = graph.indptr.numpy(), graph.indices.numpy()
     num_cut = 0
@@ -252,7 +250,6 @@ def count_seeds(num_nodes: int, seeds: IdsLike | None) -> Array:
     ids = as_ids("seeds", seeds, "a mask becomes ids by .nonzero().flatten()").cpu().numpy()
     if len(ids) and not 0 <= ids.min() <= ids.max() < num_nodes:
         raise ValueError(
-            f"seeds are from {ids.min()} to {ids.max()}, but there are {num_nodes} nodes\n\n"
-            "hint: ids of nodes"
+            f"seeds are from {ids.min()} to {ids.max()}, but there are {num_nodes} nodes"
         )
     return np.bincount(ids, minlength=num_nodes).astype(np.int64)

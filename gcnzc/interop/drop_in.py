@@ -62,7 +62,7 @@ def shares_of(options: Options, num_items: int) -> Shares:
     """Return the fraction of the items that a rank takes."""
     rank, world_size = options.rank, options.world_size
     if (rank is None) != (world_size is None):
-        raise ValueError(f"rank {rank} and world_size {world_size}\n\nhint: pass both, or neither")
+        raise ValueError(f"rank {rank} and world_size {world_size}: pass both, or neither")
     if options.has_user_sampler:
         if (world_size or 1) > 1 and not _is_distributed(options.dataloader_options):
             raise ValueError(
@@ -351,9 +351,7 @@ class OrderedItems(SequentialSampler):
 
 def _check_epoch(epoch: int) -> None:
     if not 0 <= epoch < MAX_EPOCHS:
-        raise ValueError(
-            f"epoch {epoch}: it must be 0 or more, and below 2**32\n\nhint: count from 0"
-        )
+        raise ValueError(f"epoch {epoch}: it must be 0 or more, and below 2**32")
 
 
 class DropInLoader(DataLoader[Any], ABC):
@@ -727,9 +725,7 @@ class DropInLoader(DataLoader[Any], ABC):
 
     def _check_open(self) -> None:
         if not self._unlock.alive:
-            raise RuntimeError(
-                "this loader is closed\n\nhint: create another, or iterate inside its `with`"
-            )
+            raise RuntimeError("this loader is closed")
 
 
 class MinibatchIterator(Iterator[Any]):
@@ -800,10 +796,7 @@ def _interleaved(state: Mapping[str, Any]) -> list[Any]:
         isinstance(each, list | tuple) for each in found
     )
     if not lists or any(len(each) != 3 for each in found):
-        raise ValueError(
-            "state['interleaved'] is not a list of lists of three integers\n\n"
-            "hint: pass the result of a loader's state_dict()"
-        )
+        raise ValueError("state['interleaved'] is not a list of lists of three integers")
     return list(found)
 
 

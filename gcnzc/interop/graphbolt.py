@@ -58,9 +58,6 @@ def _feature_class() -> Any:
             Raises:
                 RuntimeError: always.
             """
-            raise RuntimeError(
-                "a table of features is read-only\n\n"
-                "hint: create a gcnzc.FeatureTable of the new rows"
-            )
+            raise RuntimeError("a table of features is read-only")
 
     return TableFeature

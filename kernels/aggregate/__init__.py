@@ -383,10 +383,7 @@ def _check(
     """Check the arguments of `aggregate`."""
     check_block(name, indptr, indices, x)
     if x.dim() != 2:
-        raise ValueError(
-            f"{name}: x has shape {tuple(x.shape)}, not (sources, columns)\n\n"
-            "hint: pass x.flatten(1)"
-        )
+        raise ValueError(f"{name}: x has shape {tuple(x.shape)}, not (sources, columns)")
     for what, scale, length in (
         ("source_scale", source_scale, len(x)),
         ("target_scale", target_scale, len(indptr) - 1),
@@ -410,10 +407,7 @@ def check_device(name: str, what: str, tensor: Tensor, device: torch.device) -> 
         ValueError: it is on another device.
     """
     if tensor.device != device:
-        raise ValueError(
-            f"{name}: {what} is on {tensor.device}, but the rows are on {device}\n\n"
-            "hint: move the block, its rows and their weights to one device with .to()"
-        )
+        raise ValueError(f"{name}: {what} is on {tensor.device}, but the rows are on {device}")
 
 
 def check_block(name: str, indptr: Tensor, indices: Tensor, x: Tensor) -> None:
@@ -438,6 +432,6 @@ def check_block(name: str, indptr: Tensor, indices: Tensor, x: Tensor) -> None:
     if len(indptr) == 0:
         raise ValueError(f"{name}: indptr is empty; it must have one more entry than targets")
     if not x.is_floating_point():
-        raise ValueError(f"{name}: x is {x.dtype}, not floating point\n\nhint: pass x.float()")
+        raise ValueError(f"{name}: x is {x.dtype}, not floating point")
     if x.dim() < 2:
         raise ValueError(f"{name}: x has shape {tuple(x.shape)}; it must have rows and columns")

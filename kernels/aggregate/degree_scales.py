@@ -65,10 +65,7 @@ def gcn_scales(indptr: Tensor, degrees: Tensor, row_dtype: torch.dtype) -> tuple
         ValueError: the numbers of targets differ.
     """
     if len(degrees) != len(indptr) - 1:
-        raise ValueError(
-            f"{len(degrees)} degrees for {len(indptr) - 1} targets\n\n"
-            "hint: Block.in_degrees has the in-degrees of all sources, the targets first"
-        )
+        raise ValueError(f"{len(degrees)} degrees for {len(indptr) - 1} targets")
     if degrees.device.type != "cpu":
         return gcn_scales_reference(indptr, degrees, row_dtype)
     # one short loop: threads of torch would wait for one another at the end of each operation

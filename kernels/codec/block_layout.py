@@ -33,15 +33,12 @@ class BlockLayout:
         if self.num_elements < 0 or self.num_parts < 1 or self.bits not in (1, 2, 4, 8):
             raise ValueError(
                 f"{self.num_elements} elements in {self.num_parts} parts with codes of "
-                f"{self.bits} bits\n\n"
-                "hint: use at least 0 elements and 1 part; codes have 1, 2, 4 or 8 bits"
+                f"{self.bits} bits"
             )
         if self.block is not None and (
             not isinstance(self.block, int) or self.block < 1 or self.block % PART_MULTIPLE
         ):
-            raise ValueError(
-                f"blocks of {self.block!r} elements\n\nhint: use a multiple of {PART_MULTIPLE}"
-            )
+            raise ValueError(f"blocks of {self.block!r} elements")
 
     @cached_property
     def part_elements(self) -> int:

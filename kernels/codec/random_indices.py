@@ -59,10 +59,7 @@ def draw_indices(num_elements: int, count: int, seed: int, step: int) -> Tensor:
         ValueError: an argument is out of range.
     """
     if not 0 <= count <= num_elements <= MAX_ELEMENTS:
-        raise ValueError(
-            f"{count} distinct indices below {num_elements}\n\n"
-            f"hint: draw at most as many as there are, of at most {MAX_ELEMENTS} elements"
-        )
+        raise ValueError(f"{count} distinct indices below {num_elements}")
     keys = split_key(seed)
     marked = np.zeros(num_elements, np.bool_)
     is_inverted = 2 * count > num_elements

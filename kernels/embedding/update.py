@@ -144,10 +144,7 @@ def _run(kernel, rows, state, ids, gradients, numbers, threads):
         return
     first, last = int(ids[0]), int(ids[-1])
     if first < 0 or last >= len(rows):
-        raise IndexError(
-            f"id {first if first < 0 else last} is not in a table of {len(rows)} rows\n\n"
-            "hint: is the table that of another graph?"
-        )
+        raise IndexError(f"id {first if first < 0 else last} is not in a table of {len(rows)} rows")
     tensors = [each.detach().numpy() for each in (rows, *state, ids, gradients)]
     # numbers of the rows' dtype, as torch converts them; wider ones would widen the arithmetic
     kind = np.float32 if rows.dtype == torch.float32 else np.float64

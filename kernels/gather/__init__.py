@@ -148,18 +148,15 @@ def _check(table: Tensor, ids: Tensor) -> None:
     if table.ndim != 2 or (table.numel() > 0 and table.shape[1] > 1 and table.stride(1) != 1):
         raise ValueError(
             f"gather: rows must be contiguous in a table of two dimensions, not of shape "
-            f"{tuple(table.shape)} and strides {table.stride()}\n\nhint: .contiguous() makes a copy"
+            f"{tuple(table.shape)} and strides {table.stride()}"
         )
     if ids.ndim != 1 or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"gather: ids must be one row of int32 or int64, not {ids.dtype} of shape "
-            f"{tuple(ids.shape)}\n\nhint: a mask becomes ids with .nonzero().flatten()"
+            f"{tuple(ids.shape)}"
         )
     if ids.device.type == "cpu" and table.device.type != "cpu":
-        raise ValueError(
-            f"gather: ids on {ids.device} cannot choose rows on {table.device}\n\n"
-            "hint: move the ids with .to(table.device)"
-        )
+        raise ValueError(f"gather: ids on {ids.device} cannot choose rows on {table.device}")
 
 
 def _check_scales(
@@ -173,14 +170,10 @@ def _check_scales(
     if table.dtype not in MAX_CODE or not fits or not scales.is_contiguous():
         raise ValueError(
             f"gather: {table.dtype} of shape {tuple(table.shape)} cannot be scaled by "
-            f"{scales.dtype} of shape {tuple(scales.shape)}, with scale_columns {scale_columns}\n\n"
-            "hint: int8 or float8 codes with one float32 for each row, or for each block of columns"
+            f"{scales.dtype} of shape {tuple(scales.shape)}, with scale_columns {scale_columns}"
         )
     if scales.device != ids.device:
-        raise ValueError(
-            f"gather: scales on {scales.device} for ids on {ids.device}\n\n"
-            "hint: move the scales with .to(ids.device); FeatureTable does so by itself"
-        )
+        raise ValueError(f"gather: scales on {scales.device} for ids on {ids.device}")
 
 
 def _out(table: Tensor, ids: Tensor, out: Tensor | None, scales: Tensor | None) -> Tensor:
@@ -193,8 +186,7 @@ def _out(table: Tensor, ids: Tensor, out: Tensor | None, scales: Tensor | None) 
     if not (matches and has_disjoint_rows and (shape[1] <= 1 or out.stride(1) == 1)):
         raise ValueError(
             f"gather: out must be {shape} {dtypes[0]} on {ids.device} with contiguous rows, "
-            f"not {tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()}\n\n"
-            "hint: omit it, or create it with torch.empty"
+            f"not {tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()}"
         )
     check_no_overlap("gather", out, table=table, ids=ids, scales=scales)
     return out
@@ -205,6 +197,5 @@ def _check_ids(table: Tensor, ids: Tensor) -> None:
     if len(outside) > 0:
         raise IndexError(
             f"gather: id {int(outside[0])} is not in a table of {table.shape[0]} rows "
-            f"({len(outside)} of {len(ids)} ids are outside)\n\n"
-            "hint: is the table that of another graph?"
+            f"({len(outside)} of {len(ids)} ids are outside)"
         )

@@ -67,13 +67,12 @@ def gather_cached(
     if ids.ndim != 1 or ids.dtype not in (torch.int32, torch.int64) or ids.device != device:
         raise ValueError(
             f"gather_cached: ids must be one row of int32 or int64 on {device}, where the cached "
-            f"rows are, not {ids.dtype} of shape {tuple(ids.shape)} on {ids.device}\n\n"
-            "hint: move the ids with .to()"
+            f"rows are, not {ids.dtype} of shape {tuple(ids.shape)} on {ids.device}"
         )
     if len(cached.slots) != len(table):
         raise ValueError(
             f"gather_cached: the cached rows are of a table of {len(cached.slots)} rows, not of "
-            f"{len(table)}\n\nhint: make_cached_rows(table, ids, device) copies them"
+            f"{len(table)}"
         )
     shape = (len(ids), table.shape[1])
     dtypes = (table.dtype,) if scales is None else DEQUANTIZED_DTYPES
@@ -86,8 +85,7 @@ def gather_cached(
     ):
         raise ValueError(
             f"gather_cached: out must be {shape} {dtypes[0]} on {device} with contiguous rows, not "
-            f"{tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()}\n\n"
-            "hint: omit it, or create it with torch.empty"
+            f"{tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()}"
         )
     if out is not None:
         check_no_overlap(

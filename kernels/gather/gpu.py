@@ -92,11 +92,7 @@ class KernelConfig:
         are_powers = all(size > 0 and size & (size - 1) == 0 for size in sizes)
         has_programs = self.programs is None or self.programs > 0
         if not (are_powers and has_programs and (self.warps or 1) <= 32):
-            raise ValueError(
-                f"{self} is not a valid configuration\n\n"
-                "hint: use at least one program; warps must be a power of two up to 32; vectors, a "
-                "power of two"
-            )
+            raise ValueError(f"{self} is not a valid configuration")
 
 
 DEFAULT_CONFIG = KernelConfig()
@@ -393,10 +389,7 @@ def gather_rows(
     shape = (ids.shape[0], table.shape[1])
     out = torch.empty(shape, dtype=dtype, device=ids.device) if out is None else out
     if tuple(out.shape) != shape or out.dtype != dtype:
-        raise ValueError(
-            f"gather: out must be {shape} {dtype}, not {tuple(out.shape)} {out.dtype}\n\n"
-            "hint: omit it, or create it with torch.empty"
-        )
+        raise ValueError(f"gather: out must be {shape} {dtype}, not {tuple(out.shape)} {out.dtype}")
     if out.numel() == 0:
         return out
     converts = dtype != table.dtype or scales is not None
@@ -457,8 +450,7 @@ def gather_rows(
     if checked and (position := int(invalid_position)) >= 0:
         raise IndexError(
             f"gather: id {int(ids[position])} at {position} is not in a table of "
-            f"{table.shape[0]} rows\n\n"
-            "hint: is the table that of another graph?"
+            f"{table.shape[0]} rows"
         )
     return out
 

@@ -70,18 +70,17 @@ def gather_sparse(
     if table.layout != torch.sparse_csr or table.ndim != 2 or table.dtype != torch.float32:
         raise ValueError(
             f"gather_sparse: the table must be float32 CSR of two dimensions, not {table.dtype} "
-            f"{table.layout} of shape {tuple(table.shape)}\n\n"
-            "hint: table.float().to_sparse_csr()"
+            f"{table.layout} of shape {tuple(table.shape)}"
         )
     if table.device.type != "cpu" or ids.device.type != "cpu":
         raise ValueError(
             f"gather_sparse: a table on {table.device} and ids on {ids.device} must both be on "
-            "the host\n\nhint: move them with .cpu(), or make the table dense"
+            "the host"
         )
     if ids.ndim != 1 or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"gather_sparse: ids must be one row of int32 or int64, not {ids.dtype} of shape "
-            f"{tuple(ids.shape)}\n\nhint: a mask becomes ids with .nonzero().flatten()"
+            f"{tuple(ids.shape)}"
         )
     shape = (ids.shape[0], table.shape[1])
     if out is None:
@@ -89,7 +88,7 @@ def gather_sparse(
     elif tuple(out.shape) != shape or out.dtype != table.dtype or not out.is_contiguous():
         raise ValueError(
             f"gather_sparse: out must be contiguous {shape} {table.dtype}, not of strides "
-            f"{out.stride()}, {tuple(out.shape)} {out.dtype}\n\nhint: omit it"
+            f"{out.stride()}, {tuple(out.shape)} {out.dtype}"
         )
     check_no_overlap("gather_sparse", out, table=table.values(), ids=ids)
     # int32 or int64 without conversion, which would take longer than the gather
@@ -119,8 +118,7 @@ def _raise_invalid(table: Tensor, ids: Tensor) -> None:
     if len(outside) > 0:
         raise IndexError(
             f"gather_sparse: id {int(outside[0])} is not in a table of {num_rows} rows "
-            f"({len(outside)} of {len(ids)} ids are outside)\n\n"
-            "hint: is the table that of another graph?"
+            f"({len(outside)} of {len(ids)} ids are outside)"
         )
     columns = table.col_indices()
     wrong = columns[(columns < 0) | (columns >= num_columns)]

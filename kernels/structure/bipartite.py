@@ -18,15 +18,6 @@ Array = NDArray[Any]
 ALWAYS = -(2**63)  # the time of edges and sources without a time
 
 
-def bipartite_csc_reference(
-    src: Array, dst: Array, num_src: int, num_dst: int
-) -> tuple[Array, Array, Array]:
-    """Reference for `bipartite_csc`, with numpy's stable sort."""
-    indptr = np.concatenate([[0], np.bincount(dst, minlength=num_dst).cumsum()])
-    order = np.argsort(dst, kind="stable")
-    return indptr, src[order], order
-
-
 @njit(nogil=True, cache=True)
 def _count(src, dst, num_src, num_dst, indptr):
     """Count the edges of each column; return the first edge out of range, or -1."""

@@ -18,11 +18,8 @@ def test_a_graph_is_read(tmp_path: Path) -> None:
     assert found.split_name == "standard"
     assert all((found.split()[part] == ids).all() for part, ids in graph.split.items())
     defaults = found.edge_defaults()
-    assert defaults is not None
     assert defaults.bidirected
     assert NpzGraph(graph.write_npz(tmp_path / "other.npz")).edge_defaults() is None
-    assert found.features is not None
-    assert graph.features is not None
     assert (np.concatenate(list(found.features.chunks(allocate_in_memory))) == graph.features).all()
 
 
@@ -32,7 +29,6 @@ def test_sparse_features_are_converted_to_dense_ones(
 ) -> None:
     monkeypatch.setattr(rows, "CHUNK_BYTES", chunk_bytes)
     graph = tiny(num_columns=9)
-    assert graph.features is not None
     dense = np.where(graph.features > 1, graph.features, 0)
     lines, columns = np.nonzero(dense)
     parts = {
@@ -42,7 +38,6 @@ def test_sparse_features_are_converted_to_dense_ones(
         "feat_shape": np.array(dense.shape),
     }
     found = NpzGraph(graph.but(features=None).write_npz(tmp_path / "a.npz", **parts)).features
-    assert found is not None
     assert (np.concatenate(list(found.chunks(allocate_in_memory))) == dense).all()
     parts["feat_indices"][5] = 9
     with pytest.raises(ValueError, match="column indices are from 0 to 9, but there are 9 columns"):
@@ -66,7 +61,6 @@ def test_add_inverse_edge_is_read_as_a_boolean(tmp_path: Path, value: Any, once:
             NpzGraph(path).edge_defaults()
         return
     defaults = NpzGraph(path).edge_defaults()
-    assert defaults is not None
     assert defaults.bidirected == once
 
 
@@ -153,7 +147,6 @@ def test_a_graph_to_predict_on_has_neither_labels_nor_splits(
 def test_real_npz_files_are_read(shared_data: Path) -> None:
     cora = NpzGraph(shared_data / "cora" / "cora.npz")
     assert (cora.num_nodes, cora.num_edges, cora.num_classes) == (2708, 10556, 7)
-    assert cora.features is not None
     assert (cora.features.num_columns, cora.origin["licence"]) == (
         1433,
         "MIT (repository); data of LINQS",

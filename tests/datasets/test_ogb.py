@@ -25,7 +25,6 @@ BOTH_FORMS = pytest.mark.parametrize("binary", [False, True], ids=["csv", "binar
 
 
 def features_of(graph: OgbGraph, allow_nan: bool = False) -> NDArray[Any]:
-    assert graph.features is not None
     dtype = stored_dtype(graph.features, None)
     chunks = convert_chunks(graph.features, dtype, allow_nan, allocate_in_memory, no_progress)
     return np.concatenate([chunk.copy() for chunk in chunks])
@@ -37,7 +36,6 @@ def edges_of(graph: OgbGraph) -> NDArray[Any]:
 
 def usual_of(graph: OgbGraph) -> tuple[bool, str]:
     defaults = graph.edge_defaults()
-    assert defaults is not None
     return defaults.bidirected, defaults.duplicates
 
 
@@ -81,7 +79,6 @@ def test_metadata_is_stored_in_task_json(tmp_path: Path, binary: bool) -> None:
     assert usual_of(found) == (True, "keep")
     assert found.origin["seed"] == 3
     assert found.origin["release"] == "RELEASE_v1"
-    assert found.mapping is not None
     assert (found.mapping / "README.md").read_text() == "Users.\n"
 
 
@@ -94,7 +91,6 @@ def in_chunks(table: NDArray[Any], rows: int) -> Rows:
 
 def test_too_few_rows_are_an_error_and_leave_nothing(tmp_path: Path) -> None:
     graph = tiny()
-    assert graph.features is not None
     with pytest.raises(ValueError, match=r"39 rows of features for 40 nodes\n\nhint: "):
         graph.but(features=in_chunks(graph.features[:39], 7)).write(tmp_path / "a")
     with pytest.raises(ValueError, match=r"39 rows of features for 40 nodes\n\nhint: "):

@@ -80,12 +80,10 @@ def write_codes(dest: Path, **told: Any) -> Path:
 def test_quantized_features_are_opened_with_their_scales(tmp_path: Path) -> None:
     found = store.open_folder(write_codes(tmp_path / "a"))
     assert found.features is None
-    assert found.codes is not None
     assert found.codes.array.ctypes.data % 4096 == 0
     assert found.codes.array.strides == (16, 1)
     assert (found.codes.array == CODES).all()
     assert (found.codes.scales == SCALES).all()
-    assert found.rows is not None
     (rows,) = found.rows.chunks(allocate_in_memory)
     assert (rows == CODES * SCALES[:, None]).all()
     store.verify(tmp_path / "a")
@@ -107,7 +105,6 @@ def files(folder: Path) -> list[str]:
 
 def test_written_folders_are_opened(tmp_path: Path) -> None:
     found = store.open_folder(write(tmp_path / "a"))
-    assert found.features is not None
     assert (found.features == TABLE).all()
     assert found.features.strides == (16, 4)
     assert found.indices.tolist() == [1, 2, 0, 4]
@@ -131,14 +128,12 @@ def test_arrays_are_npy_files_whose_data_begins_on_a_page(tmp_path: Path) -> Non
         assert isinstance(array, np.memmap)
         assert array.offset == 4096
     found = store.open_folder(folder)
-    assert found.features is not None
     assert found.features.ctypes.data % 4096 == 0
 
 
 def test_arrays_that_a_driver_may_lock_are_mapped_read_only(tmp_path: Path) -> None:
     found = store.open_folder(write(tmp_path / "a"), read_only=True)
     for array in (found.features, found.indptr, found.indices):
-        assert array is not None
         assert not array.flags.writeable
     for array in (found.labels, *found.split.values()):
         assert array.flags.writeable
@@ -166,7 +161,6 @@ def test_what_is_read_to_open_a_folder_does_not_depend_on_its_size(tmp_path: Pat
     found, num_bytes = touched_bytes(lambda: store.open_folder(folder))
     # the numbers of nodes alone, for each of which there is an index and a label, have 4 GiB
     assert num_bytes < 64 << 20
-    assert found.features is not None
     assert found.features[rows - 1, columns - 1] == 0
 
 

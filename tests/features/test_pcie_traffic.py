@@ -200,7 +200,7 @@ def test_tables_without_bytes_to_read_are_rejected():
 
 @pytest.mark.parametrize("ids", [[0, 4], [-1]])
 def test_ids_out_of_range_are_rejected(ids):
-    with pytest.raises(IndexError, match=r"(?s)not in a table of 4 rows.*hint: "):
+    with pytest.raises(IndexError, match="not in a table of 4 rows"):
         table_traffic(torch.zeros(4, 4), torch.tensor(ids), layout="shifted")
 
 

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from gcnzc import Loader, inference, load, presample
+from gcnzc import Loader, load, presample
 from gcnzc.cli import main
-from gcnzc.models import SAGE
 
 SIZES = [
     "--nodes",
@@ -63,15 +62,6 @@ DAMAGES = {
 def load_batches(data, run, out):
     loader = Loader(data.graph, data.table, data.split["train"], [-1, -1], 64, threads=1)
     return list(loader)
-
-
-def infer(data, run, out, nodes=None):
-    model = SAGE(data.table.num_columns, 4, 3, 2)
-    return inference(model, data.graph, data.table, nodes=nodes)
-
-
-def infer_some(data, run, out):
-    return infer(data, run, out, nodes=data.split["test"])
 
 
 def count_accesses(data, run, out):

@@ -137,9 +137,8 @@ def test_memory_is_shared_if_the_dtypes_match(tmp_path):
     ],
 )
 def test_invalid_indices_are_rejected(indptr, indices, message):
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=message):
         Graph(np.array(indptr, np.int64), np.array(indices, np.int64))
-    assert "\n\nhint: " in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -154,9 +153,8 @@ def test_invalid_indices_are_rejected(indptr, indices, message):
     ],
 )
 def test_arrays_of_wrong_shapes_or_dtypes_are_rejected(indices, message):
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=message):
         Graph(np.array([0, 2]), indices)
-    assert "\n\nhint: " in str(caught.value)
 
 
 def test_check_false_skips_the_checks():
@@ -176,9 +174,8 @@ def test_check_false_skips_the_checks():
     ],
 )
 def test_invalid_edges_are_rejected(arguments, message):
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=message):
         Graph.from_edges(**{"src": SRC, "dst": DST, "num_nodes": NUM_NODES} | arguments)
-    assert "\n\nhint: " in str(caught.value)
 
 
 @pytest.mark.parametrize("idtype", [torch.int32, torch.int64])

@@ -161,7 +161,7 @@ def test_from_dgl():
     assert torch.equal(graph.nodes("user").features, own.nodes["user"].data["feat"])
     assert graph.nodes("item").split["test"].tolist() == [3]
     assert graph.edges("buys").time.tolist() == [1, 2, 3, 9]
-    with pytest.raises(ValueError, match=r"time is 'then'.*\n\nhint: the data are"):
+    with pytest.raises(ValueError, match=r"time is 'then', which no type of the graph has"):
         HeteroGraph.from_dgl(own, time="then")
 
 
@@ -437,5 +437,5 @@ def test_foreign_keys_that_are_no_exact_integers_are_rejected(key):
         "user": Table(pd.DataFrame({"id": [1, 2, 3]}), primary_key="id"),
         "order": Table(pd.DataFrame({"user": [2.0, None, key]}), foreign_keys={"user": "user"}),
     }
-    with pytest.raises(ValueError, match="in row 2, which is not an exact integer\n\nhint: "):
+    with pytest.raises(ValueError, match="in row 2, which is not an exact integer"):
         HeteroGraph.from_tables(tables)

@@ -132,7 +132,7 @@ def test_a_folder_keeps_labels_and_splits_and_trains(tmp_path):
         ),
         (
             {"users": USERS.assign(age=[1, 2, 3, 1e300])},
-            "column 'age' of table 'user' is 1e[+]300 in row 3(?s:.*)hint: .*float32",
+            "column 'age' of table 'user' is 1e[+]300 in row 3",
         ),
         (
             {"users": pd.concat([USERS, USERS[["age"]]], axis=1)},
@@ -144,8 +144,8 @@ def test_a_folder_keeps_labels_and_splits_and_trains(tmp_path):
         ({"splits": {"user": "kind"}}, "split of node type 'user' has the word '[ab]'"),
         ({"splits": {"user": {"valid": 1, "test": 2}}}, r"splits\['user'\] has times, but table"),
         ({"splits": {"order": {"valid": 1, "test": 2}}}, r"splits\['order'\]\['valid'\] is .*1"),
-        ({"splits": {"order": {"valid": "soon", "test": "2024"}}}, "'soon'.*hint: a date"),
-        ({"splits": {"order": {"test": "2024"}}}, "has the keys 'test'.*hint: the times at which"),
+        ({"splits": {"order": {"valid": "soon", "test": "2024"}}}, "'soon', not a date"),
+        ({"splits": {"order": {"test": "2024"}}}, "has the keys .'test'"),
         (
             {"splits": {"order": {"valid": "2024-03-01", "test": "2024-02-01"}}},
             "test begins at 2024-02-01.*, before valid at 2024-03-01",
@@ -157,9 +157,8 @@ def test_a_folder_keeps_labels_and_splits_and_trains(tmp_path):
     ],
 )
 def test_wrong_labels_and_splits_are_rejected_with_a_message_that_names_them(options, message):
-    with pytest.raises(ValueError, match="(?s)" + message) as error:
+    with pytest.raises(ValueError, match="(?s)" + message):
         build(**options)
-    assert "\n\nhint: " in str(error.value)
 
 
 def bytes_of(column):
@@ -215,5 +214,5 @@ INFINITE = [Decimal(1), Decimal("Infinity"), *map(Decimal, range(2, 5))]
     ],
 )
 def test_bytes_and_decimals_without_a_value_are_named(options, message):
-    with pytest.raises(ValueError, match=f"{message}(.|\n)*\n\nhint: "):
+    with pytest.raises(ValueError, match=message):
         build(**options)

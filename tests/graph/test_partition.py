@@ -116,5 +116,5 @@ def test_communities_are_merged_whole_and_evenly():
 )
 def test_invalid_arguments_are_rejected(call, words):
     graph = Graph.from_edges(torch.tensor([0, 1]), torch.tensor([1, 2]), 4)
-    with pytest.raises(ValueError, match=rf"(?s){words}.*\n\nhint: "):
+    with pytest.raises(ValueError, match=words):
         call(graph)

@@ -133,7 +133,7 @@ def _node_store(node_type: str, given: Any, unit: TimeUnit | None) -> NodeStore:
     if count is None:
         raise ValueError(
             f"the number of nodes {name} is unknown: it has no num_nodes, features, labels, time "
-            "or keys\n\nhint: num_nodes=, for example with isolated nodes"
+            "or keys"
         )
     count = check_integer(f"num_nodes {name}", count, 0)
 
@@ -174,7 +174,7 @@ def _edge_store(
         given = {"edge_index": given}
     _check_keys(f"edge type {edge_type}", given, EDGE_KEYS)
     if given.get("edge_index") is None:
-        raise ValueError(f"edge type {edge_type} has no edge_index\n\nhint: a (2, E) tensor")
+        raise ValueError(f"edge type {edge_type} has no edge_index of shape (2, E)")
     src, dst = _ends(f"edge_index {name}", given["edge_index"])
     source, target = nodes[edge_type[0]], nodes[edge_type[2]]
     try:
@@ -213,21 +213,15 @@ def _ends(name: str, given: Any) -> tuple[NDArray[Any], NDArray[Any]]:
     else:
         pair = values.to_array(name, given)
         if pair.ndim != 2 or len(pair) != 2:
-            raise ValueError(
-                f"{name} has shape {pair.shape}\n\n"
-                "hint: (2, E): row 0 sources, row 1 destinations; .T turns (E, 2) into (2, E)"
-            )
+            raise ValueError(f"{name} has shape {pair.shape}, not (2, E)")
         ends = list(pair)
     if any(ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size) for ids in ends):
         raise ValueError(
             f"{name} has the types {ends[0].dtype} and {ends[1].dtype} and the shapes "
-            f"{ends[0].shape} and {ends[1].shape}\n\nhint: vectors of integers"
+            f"{ends[0].shape} and {ends[1].shape}, not (E,) integers"
         )
     if len(ends[0]) != len(ends[1]):
-        raise ValueError(
-            f"{name} has {len(ends[0])} sources and {len(ends[1])} destinations\n\n"
-            "hint: one of each for every edge"
-        )
+        raise ValueError(f"{name} has {len(ends[0])} sources and {len(ends[1])} destinations")
     dtype = np.int32 if all(ids.dtype == np.int32 for ids in ends) else np.int64
     return ends[0].astype(dtype, copy=False), ends[1].astype(dtype, copy=False)
 
@@ -235,9 +229,7 @@ def _ends(name: str, given: Any) -> tuple[NDArray[Any], NDArray[Any]]:
 def _check_keys(what: str, given: Mapping[str, Any], keys: tuple[str, ...]) -> None:
     unknown = [key for key in given if key not in keys]
     if unknown:
-        raise ValueError(
-            f"{what} has the key {unknown[0]!r:.100}\n\nhint: the keys are {', '.join(keys)}"
-        )
+        raise ValueError(f"{what} has the key {unknown[0]!r:.100}, not of {', '.join(keys)}")
 
 
 def as_keys(name: str, value: Any, count: int) -> NDArray[Any] | None:
@@ -256,13 +248,11 @@ def as_keys(name: str, value: Any, count: int) -> NDArray[Any] | None:
 
     given = value.cpu().numpy() if isinstance(value, Tensor) else value
     if isinstance(given, str) or not isinstance(given, Iterable) or getattr(given, "ndim", 1) != 1:
-        raise ValueError(
-            f"{name} are {describe(value)}\n\nhint: give one key for each node, such as a list"
-        )
+        raise ValueError(f"{name} are {describe(value)}, not one key for each node")
     index = pandas.Index(given, tupleize_cols=False)
     check_length(name, np.empty(len(index), np.int8), count, dimensions=(1,))
     if index.hasnans:
-        raise ValueError(f"{name} have missing values\n\nhint: each node has a key of its own")
+        raise ValueError(f"{name} have missing values")
     if getattr(index.dtype, "kind", "O") in "iu" and (not count or index.max() < 2**63):
         keys: NDArray[Any] = index.to_numpy().astype(np.int64, copy=False)
     else:
@@ -271,10 +261,7 @@ def as_keys(name: str, value: Any, count: int) -> NDArray[Any] | None:
         _check_characters(name, keys)
         index = pandas.Index(keys, dtype=object)
     if not index.is_unique:
-        raise ValueError(
-            f"{name} have {str(index[index.duplicated()][0])!r:.100} twice\n\n"
-            "hint: each node has a key of its own; keys are compared as text"
-        )
+        raise ValueError(f"{name} have {str(index[index.duplicated()][0])!r:.100} twice")
     are_positions = keys.dtype.kind == "i" and bool((keys == np.arange(count)).all())
     return None if are_positions else keys
 
@@ -282,9 +269,7 @@ def as_keys(name: str, value: Any, count: int) -> NDArray[Any] | None:
 def _check_characters(name: str, texts: Iterable[str]) -> None:
     """Raise a ValueError if a text has a NUL, at which numpy ends texts."""
     if wrong := next((each for each in texts if "\0" in each), None):
-        raise ValueError(
-            f"{name} have {wrong!r:.100}, which has a NUL character\n\nhint: remove it"
-        )
+        raise ValueError(f"{name} have {wrong!r:.100}, which has a NUL character")
 
 
 def as_class_names(name: str, value: Any, labels: Tensor | None) -> list[str]:
@@ -300,22 +285,20 @@ def as_class_names(name: str, value: Any, labels: Tensor | None) -> list[str]:
             labels.
     """
     if labels is None or (labels.ndim == 1 and labels.is_floating_point()):
-        raise ValueError(
-            f"{name} are given, but the nodes have no class labels\n\nhint: omit `classes`"
-        )
+        raise ValueError(f"{name} are given, but the nodes have no class labels")
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError(f"{name} are {describe(value)}\n\nhint: give a list of names")
+        raise ValueError(f"{name} are {describe(value)}, not a list of names")
     found = [str(each) for each in value]
     _check_characters(name, found)
     if len(set(found)) < len(found):
         twice = next(each for each in found if found.count(each) > 1)
-        raise ValueError(f"{name} have {twice!r:.100} twice\n\nhint: give each a name of its own")
+        raise ValueError(f"{name} have {twice!r:.100} twice")
     columns = labels.shape[1] if labels.ndim == 2 else 1
     if columns > 1:
-        fits, wanted = len(found) == columns, f"give one for each of the {columns} label columns"
+        fits, wanted = len(found) == columns, f"{columns} columns of labels"
     else:
         last = int(labels.nan_to_num(-1).max()) if labels.numel() else -1
-        fits, wanted = len(found) > last, f"give at least {last + 1} names, one for each class"
+        fits, wanted = len(found) > last, f"{last + 1} or more classes"
     if not fits:
-        raise ValueError(f"{len(found)} names are given as {name}\n\nhint: {wanted}")
+        raise ValueError(f"{len(found)} names are given as {name} for {wanted}")
     return found

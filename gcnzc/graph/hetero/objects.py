@@ -146,7 +146,7 @@ def from_dgl(
         ValueError: no type has the given data, or values are wrong, see `from_arrays`.
     """
     if not hasattr(graph, "canonical_etypes"):
-        raise TypeError(f"graph is {describe(graph)}\n\nhint: a dgl.DGLGraph")
+        raise TypeError(f"graph is {describe(graph)}, not a dgl.DGLGraph")
     frames = {each: dict(graph.nodes[each].data) for each in graph.ntypes}
     edge_frames = {each: dict(graph.edges[each].data) for each in graph.canonical_etypes}
     everywhere = [*frames.values(), *edge_frames.values()]
@@ -176,11 +176,7 @@ def from_dgl(
 
 def _check_data(argument: str, name: str | None, frames: list[dict[str, Any]]) -> None:
     if name is not None and not any(name in frame for frame in frames):
-        found = sorted({key for frame in frames for key in frame})
-        raise ValueError(
-            f"{argument} is {name!r:.100}, which no type of the graph has\n\n"
-            f"hint: the data are {', '.join(found) or 'none'}"
-        )
+        raise ValueError(f"{argument} is {name!r:.100}, which no type of the graph has")
 
 
 def _masks(attributes: Mapping[str, Any]) -> dict[str, Any]:

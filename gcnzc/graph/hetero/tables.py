@@ -94,7 +94,7 @@ def from_tables(
     """
     reverse = check_flag("reverse", reverse)
     if not isinstance(tables, Mapping) or not tables:
-        raise TypeError(f"tables is {describe(tables)}\n\nhint: a dict of tables by name")
+        raise TypeError(f"tables is {describe(tables)}, not a dict of tables by name")
     known = {each: _as_table(each, table) for each, table in tables.items()}
     keys = {each: _primary_keys(each, table) for each, table in known.items()}
     nodes: dict[str, Any] = {}
@@ -114,7 +114,7 @@ def from_tables(
             if other not in known:
                 raise ValueError(
                     f"foreign key {key!r} of table {each!r} refers to the table {other!r:.100}, "
-                    f"which is not given\n\nhint: the tables are {', '.join(known)}"
+                    f"which is not given"
                 )
             primary_key = known[other].primary_key
             rows, targets = _resolve(each, table, key, other, primary_key, keys[other])
@@ -129,11 +129,10 @@ def _as_table(name: str, table: Any) -> Table:
         table = Table(table.df, table.pkey_col, table.fkey_col_to_pkey_table, table.time_col)
     if not isinstance(table, Table) or not hasattr(table.frame, "columns"):
         raise TypeError(
-            f"table {name!r} is {describe(table)}\n\n"
-            "hint: Table(frame, primary_key='id'), with a pandas.DataFrame"
+            f"table {name!r} is {describe(table)}, not Table(frame) with a pandas.DataFrame"
         )
     if not len(table.frame):
-        raise ValueError(f"table {name!r} has no rows\n\nhint: remove it, or check how it was read")
+        raise ValueError(f"table {name!r} has no rows")
     return table
 
 
@@ -142,16 +141,10 @@ def _column(name: str, table: Table, column: str, meaning: str) -> Any:
     if column in frame.index.names and column not in frame.columns:
         frame = frame.index.to_frame(index=False)
     if column not in frame.columns:
-        raise ValueError(
-            f"table {name!r} has no column {column!r:.100} for its {meaning}\n\n"
-            f"hint: the columns are {', '.join(map(str, frame.columns))}"
-        )
+        raise ValueError(f"table {name!r} has no column {column!r:.100} for its {meaning}")
     found = frame[column]
     if found.ndim != 1:
-        raise ValueError(
-            f"table {name!r} has {found.shape[1]} columns {column!r:.100}\n\n"
-            "hint: rename one, since the name of a column is unique"
-        )
+        raise ValueError(f"table {name!r} has {found.shape[1]} columns {column!r:.100}")
     try:
         return _plain_values(found)
     except UnicodeDecodeError as error:
@@ -195,20 +188,14 @@ def _features(name: str, table: Table) -> NDArray[np.float32] | None:
     for each in table.features:
         column = _column(name, table, each, "features").to_numpy()
         if column.dtype.kind not in "fiub":
-            raise ValueError(
-                f"column {each!r} of table {name!r} has type {column.dtype}\n\n"
-                "hint: features are numbers; encode text and dates first"
-            )
+            raise ValueError(f"column {each!r} of table {name!r} has {column.dtype}, not numbers")
         with np.errstate(over="ignore"):
             converted = column.astype(np.float32)
         if (row := first_true(~np.isfinite(converted))) is not None:
             value = column[row]
-            remedy = "frame.fillna(...), with a further column that says where values are missing"
-            if not np.isnan(value):
-                remedy = "features are finite float32 numbers; clip or scale the column"
             raise ValueError(
                 f"column {each!r} of table {name!r} is {'NaN' if np.isnan(value) else value} in "
-                f"row {row}\n\nhint: {remedy}"
+                f"row {row}"
             )
         columns.append(converted)
     return np.stack(columns, axis=1)
@@ -223,10 +210,7 @@ def _tables_of(
     check_kind(argument, given, Mapping, "a dict by table, such as {'customer': 'column'}")
     for name, value in given.items():
         if name not in known:
-            raise ValueError(
-                f"{argument} has the table {name!r:.100}, which is not given\n\n"
-                f"hint: the tables are {', '.join(known)}"
-            )
+            raise ValueError(f"{argument} has the table {name!r:.100}, which is not given")
         yield name, known[name], value
 
 
@@ -243,7 +227,7 @@ def _labels(name: str, table: Table, given: Any) -> tuple[NDArray[Any], list[str
         f"column {each!r} of table {name!r}": _column(name, table, each, "labels") for each in names
     }
     if not columns:
-        raise ValueError(f"labels[{name!r}] has no columns\n\nhint: omit the table")
+        raise ValueError(f"labels[{name!r}] has no columns")
     return labels_of(columns), find_class_names(columns, names)
 
 
@@ -257,10 +241,7 @@ def _split(name: str, table: Table, given: Any) -> Any:
         "the name of a column, or the times at which parts begin, {'valid': time, 'test': time}",
     )
     if table.time is None:
-        raise ValueError(
-            f"splits[{name!r}] has times, but table {name!r} has none\n\nhint: Table(..., "
-            "time='date'), or the name of a column with the words train, valid and test"
-        )
+        raise ValueError(f"splits[{name!r}] has times, but table {name!r} has none")
     return split_by_time(f"splits[{name!r}]", _column(name, table, table.time, "time"), given)
 
 
@@ -275,10 +256,7 @@ def _primary_keys(name: str, table: Table) -> Any:
         wrong = "missing values"
         if not index.hasnans:
             wrong = f"{_plain(index[index.duplicated()][0])!r} twice"
-        raise ValueError(
-            f"primary key {table.primary_key!r} of table {name!r} has {wrong}\n\n"
-            "hint: each row has a key of its own"
-        )
+        raise ValueError(f"primary key {table.primary_key!r} of table {name!r} has {wrong}")
     return index
 
 
@@ -292,7 +270,7 @@ def _resolve(
     if index is None:
         raise ValueError(
             f"foreign key {key!r} of table {name!r} refers to table {other!r}, which has no "
-            "primary key\n\nhint: primary_key="
+            "primary key"
         )
     rows = np.flatnonzero(given.notna().to_numpy())
     values = given.iloc[rows]
@@ -313,8 +291,7 @@ def _resolve(
         place = int((targets < 0).argmax())
         raise ValueError(
             f"foreign key {key!r} of table {name!r} is {_plain(values.iloc[place])!r} in row "
-            f"{rows[place]}, but table {other!r} has no such {primary_key!r}\n\n"
-            "hint: remove these rows, or set the key to None"
+            f"{rows[place]}, but table {other!r} has no such {primary_key!r}"
         )
     return rows, targets
 
@@ -368,10 +345,7 @@ def find_class_names(columns: Mapping[str, Any], names: Sequence[str]) -> list[s
 
 def _classes_or_numbers(name: str, column: Any) -> NDArray[Any]:
     if len(column) and column.isna().all():
-        raise ValueError(
-            f"{name} has no labels: all {len(column)} values are missing\n\n"
-            "hint: check how the table was read; omit it from labels= if its rows have none"
-        )
+        raise ValueError(f"{name} has no labels: all {len(column)} values are missing")
     if hasattr(column, "cat"):
         return np.asarray(column.cat.codes.to_numpy(), np.int64)
     if column.dtype == object:
@@ -415,19 +389,12 @@ def split_by_time(
     """
     named = {part_of(key): value for key, value in starts.items()}
     if set(named) != {"valid", "test"} or len(starts) != 2:
-        raise ValueError(
-            f"{name} has the keys {', '.join(map(repr, starts)) or 'none'}\n\n"
-            "hint: the times at which two parts begin, {'valid': time, 'test': time}; earlier rows "
-            "are train"
-        )
+        raise ValueError(f"{name} has the keys {[*starts]}, not 'valid' and 'test'")
     dates = to_dates(column)
     times = column.to_numpy() if dates is None else dates
     cuts = [_cut(f"{name}[{part!r}]", named[part], dates is not None) for part in ("valid", "test")]
     if cuts[0] > cuts[1]:
-        raise ValueError(
-            f"{name}: test begins at {cuts[1]}, before valid at {cuts[0]}\n\n"
-            "hint: the validation rows are between both times"
-        )
+        raise ValueError(f"{name}: test begins at {cuts[1]}, before valid at {cuts[0]}")
     is_train, is_test = times < cuts[0], times >= cuts[1]
     return {"train": is_train, "valid": (times >= cuts[0]) & ~is_test, "test": is_test}
 
@@ -448,8 +415,8 @@ def _cut(name: str, value: Any, is_date: bool) -> Any:
             moment = np.datetime64("NaT")
         if not np.isnat(moment):
             return moment
-    kind = "a date, such as pandas.Timestamp('2024-01-31')" if is_date else "an integer"
-    raise ValueError(f"{name} is {describe(value)}\n\nhint: {kind}, like the times of the table")
+    kind = "a date" if is_date else "an integer"
+    raise ValueError(f"{name} is {describe(value)}, not {kind} like the times of the table")
 
 
 def names_of(given: str | Sequence[str]) -> list[str]:

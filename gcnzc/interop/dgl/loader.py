@@ -145,9 +145,7 @@ class DataLoader(DropInLoader):
         num_workers, dataloader_options, rest = split_options(kwargs)
         if isinstance(dataloader_options.get("sampler"), str):
             raise ValueError(
-                f"sampler is {dataloader_options['sampler']!r}\n\n"
-                "hint: sampler_library='dgl' samples neighbours with DGL; sampler orders the "
-                "indices"
+                f"sampler is {dataloader_options['sampler']!r}, not an order of indices"
             )
         if rest:
             raise TypeError(f"DataLoader has no argument {', '.join(sorted(rest))}")
@@ -366,14 +364,12 @@ class DataLoader(DropInLoader):
                 existing = [*self._data(kind), *of_tables]
                 if name in existing:
                     continue
-                what, letter = ("node", "n") if isinstance(kind, str) else ("edge", "e")
-                where = f"{letter}data"
+                what = "node" if isinstance(kind, str) else "edge"
                 if self._is_typed:
-                    what, where = f"{what} type {kind!r}", f"{what}s[{kind!r}].data"
+                    what = f"{what} type {kind!r}"
                 raise ValueError(
                     f"{argument} has {name!r}, but the graph's {what} data has "
-                    f"{', '.join(map(repr, existing)) or 'nothing'}\n\n"
-                    f"hint: graph.{where}[{name!r}] = ..."
+                    f"{', '.join(map(repr, existing)) or 'nothing'}"
                 )
         return found
 
@@ -459,10 +455,7 @@ def _tables_by_type(graph: Any, tables: Any) -> dict[tuple[Kind, str], FeatureTa
             found[graph.ntypes[0], key] = table
             continue
         if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[1], str):
-            raise ValueError(
-                f"tables has the key {key!r:.200}\n\n"
-                "hint: a type and the name of data, such as ('paper', 'feat')"
-            )
+            raise ValueError(f"tables has the key {key!r:.200}, not a pair of a type and a name")
         kind, name = key
         found[find_type("tables", graph, kind, kind not in graph.ntypes), name] = table
     return found

@@ -58,7 +58,7 @@ def check_input_id(input_id: Tensor | None, num_items: int) -> None:
     check_kind("input_id", input_id, Tensor, "a tensor with a number for each item, or None")
     if input_id.ndim == 0 or len(input_id) != num_items:
         raise ValueError(
-            f"input_id is {describe(input_id)} for {num_items} items\n\nhint: one for each"
+            f"input_id is {describe(input_id)}, not one id for each of {num_items} items"
         )
 
 
@@ -184,8 +184,7 @@ def check_node_ids(
         nodes = mask
         if nodes.shape != (num_nodes,):
             raise ValueError(
-                f"input_nodes is a mask of shape {tuple(nodes.shape)} for {num_nodes} nodes\n\n"
-                "hint: one truth value for each node"
+                f"input_nodes is a mask of shape {tuple(nodes.shape)} for {num_nodes} nodes"
             )
         nodes = nodes.nonzero().flatten()
         input_id = nodes if input_id is None else input_id
@@ -207,7 +206,7 @@ def check_edges(edges: Any, num_nodes: int) -> Tensor:
         if least < 0 or greatest >= num_nodes:
             raise ValueError(
                 f"edge_label_index reaches from {least} to {greatest}, but the data has "
-                f"{num_nodes} nodes\n\nhint: nodes are counted from 0"
+                f"{num_nodes} nodes"
             )
     return edges.cpu().long()
 

@@ -164,10 +164,7 @@ def _check_tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return torch.from_numpy(value)
     if not isinstance(value, Tensor):
-        raise ValueError(
-            f"data.{name} is {describe(value)}, which cannot be sliced to a minibatch\n\n"
-            "hint: a tensor with one row for each node or edge"
-        )
+        raise ValueError(f"data.{name} is {describe(value)}, which cannot be sliced to a minibatch")
     return value
 
 

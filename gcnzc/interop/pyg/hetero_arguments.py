@@ -69,7 +69,7 @@ class SamplingArguments:
         for name in ("time_attr", "weight_attr"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise TypeError(f"{name} is {describe(value)}\n\nhint: the name of an attribute")
+                raise TypeError(f"{name} is {describe(value)}, not the name of an attribute")
 
     @property
     def is_plain(self) -> bool:
@@ -144,8 +144,7 @@ def check_typed_nodes(
         raise TypeError(f"input_nodes is {what}, without a node type\n\n{hint}")
     if node_type not in graph.node_types:
         raise ValueError(
-            f"input_nodes has the node type {node_type!r:.100}, which the data does not have\n\n"
-            f"hint: {', '.join(graph.node_types)}"
+            f"input_nodes has the node type {node_type!r:.100}, which the data does not have"
         )
     return node_type, *check_node_ids(nodes, input_id, graph.num_nodes(node_type))
 
@@ -166,20 +165,18 @@ def check_input_time(
     """
     if input_time is not None:
         if typed is None or typed.time is None:
-            raise ValueError("input_time was given without time_attr\n\nhint: time_attr='time'")
+            raise ValueError("input_time was given without time_attr")
         shape = np.shape(input_time)
         if len(shape) == 1 and shape[0] != num_items:
             # other shapes are reported by `as_times`
             raise ValueError(
-                f"input_time has {shape[0]} times, but there are {num_items} input nodes\n\n"
-                "hint: one time for each of input_nodes, in the same order"
+                f"input_time has {shape[0]} times, but there are {num_items} input nodes"
             )
         unit = typed.graph.time_unit
         return as_times("input_time", input_time, num_items, unit, is_limit=True)
     if typed is not None and typed.time and typed.graph.nodes(node_type).time is None:
         raise ValueError(
-            f"the nodes of type {node_type!r} have no times, and input_time was not given\n\n"
-            "hint: input_time=, with one time for each of the input nodes"
+            f"the nodes of type {node_type!r} have no times, and input_time was not given"
         )
     return None
 
@@ -203,7 +200,7 @@ def check_typed_edges(given: Any, data: Any, graph: HeteroGraph) -> tuple[EdgeTy
         if node_type not in graph.node_types:
             raise ValueError(
                 f"edge_label_index has the node type {node_type!r:.100}, which the data does not "
-                f"have\n\nhint: {', '.join(graph.node_types)}"
+                f"have"
             )
         num_nodes.append(graph.num_nodes(node_type))
     if edges is None:
@@ -215,7 +212,7 @@ def check_typed_edges(given: Any, data: Any, graph: HeteroGraph) -> tuple[EdgeTy
         if len(ids) and int(ids.max()) >= number:
             raise ValueError(
                 f"edge_label_index has the {node_type!r} node {int(ids.max())}, but the data has "
-                f"{number}\n\nhint: row 0 has sources, row 1 destinations of {edge_type}"
+                f"{number}"
             )
     return edge_type, found
 
@@ -267,8 +264,5 @@ def check_typed_tables(tables: Any, graph: HeteroGraph) -> Mapping[Key, FeatureT
     kinds: list[Any] = [*graph.node_types, *graph.edge_types]
     for key in tables or {}:
         if not (isinstance(key, tuple) and len(key) == 2 and key[0] in kinds):
-            raise ValueError(
-                f"tables has the key {key!r:.200}\n\n"
-                "hint: a type of the data and the name of an attribute, such as ('paper', 'x')"
-            )
+            raise ValueError(f"tables has the key {key!r:.200}, not a pair of a type and a name")
     return cast("Mapping[Key, FeatureTable] | None", tables)

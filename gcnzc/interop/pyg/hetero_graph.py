@@ -211,7 +211,7 @@ def read_typed_attributes(
     if gone := numbers.keys() - {store._key for store in stores}:
         raise ValueError(
             f"data no longer has the type {min(gone, key=str)!r}, which it had when the loader was "
-            "created\n\nhint: create another loader"
+            "created"
         )
     for store in stores:
         kind = store._key
@@ -259,10 +259,7 @@ def _add(
     elif isinstance(value, Tensor | import_pyg().typing.TensorFrame):
         found.others[key] = value, dim
     else:
-        raise ValueError(
-            f"{name} is {describe(value)}, which cannot be sliced to a minibatch\n\n"
-            "hint: a tensor with one row for each node or edge"
-        )
+        raise ValueError(f"{name} is {describe(value)}, which cannot be sliced to a minibatch")
 
 
 def _is_readable(column: Column) -> bool:

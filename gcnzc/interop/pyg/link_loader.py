@@ -49,10 +49,7 @@ class NegativeNodes:
 
     def __init__(self, num_nodes: int, weight: Tensor | None, times: Tensor | None) -> None:
         if weight is not None and len(weight) != num_nodes:
-            raise ValueError(
-                f"neg_sampling has {len(weight)} weights for {num_nodes} nodes\n\n"
-                "hint: one weight for each node"
-            )
+            raise ValueError(f"neg_sampling has {len(weight)} weights for {num_nodes} nodes")
         self.num_nodes, self.weight = num_nodes, None if weight is None else weight.cpu()
         self._order = self._times = None
         if times is not None:
@@ -428,13 +425,11 @@ class LinkNeighborLoader(
         check_kind("edge_label", edge_label, Tensor, "a tensor with a label for each edge")
         if edge_label.ndim == 0 or len(edge_label) != self._edges.shape[1]:
             raise ValueError(
-                f"edge_label is {describe(edge_label)} for {self._edges.shape[1]} edges\n\n"
-                "hint: one label for each edge of edge_label_index"
+                f"edge_label is {describe(edge_label)} for {self._edges.shape[1]} edges"
             )
         if self._is_triplet:
             raise ValueError(
-                "edge_label was given with neg_sampling='triplet', but triplets have no labels\n\n"
-                "hint: neg_sampling='binary', or no edge_label"
+                "edge_label was given with neg_sampling='triplet', but triplets have no labels"
             )
         # as in PyG: label 0 is for the negatives, so labels that begin at 0 are shifted by 1
         has_label_zero = len(edge_label) > 0 and int(edge_label.min()) == 0
@@ -558,6 +553,5 @@ def cast_negative_sampling(given: Any, ratio: Any) -> Any:
     # what `cast` raises for values that it cannot convert
     except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
         raise ValueError(
-            f"neg_sampling is {describe(given)}: {error or type(error).__name__}\n\n"
-            "hint: 'binary', 'triplet', or a torch_geometric.sampler.NegativeSampling"
+            f"neg_sampling is {describe(given)}: {error or type(error).__name__}"
         ) from error

@@ -193,8 +193,7 @@ def _to_coo(edges: Any, attr: Any) -> Tensor:
     for ids in (row, col):
         if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise ValueError(
-                f"the graph store returned {describe(ids)} for {name}\n\n"
-                "hint: get_edge_index returns two integer tensors of one dimension"
+                f"the graph store returned {describe(ids)} for {name}, not integers (E,)"
             )
     row, col = row.long(), col.long()
     if layout == "csr":
@@ -204,7 +203,6 @@ def _to_coo(edges: Any, attr: Any) -> Tensor:
     elif len(row) != len(col):
         raise ValueError(
             f"the graph store returned {len(row)} sources and {len(col)} destinations for {name}"
-            "\n\nhint: get_edge_index returns one of each for each edge"
         )
     return torch.stack([row, col])
 
@@ -215,8 +213,7 @@ def _expand(offsets: Tensor, num_edges: int, name: str) -> Tensor:
     is_valid = len(offsets) > 0 and int(offsets[0]) == 0 and int(offsets[-1]) == num_edges
     if not is_valid or bool((steps < 0).any()):
         raise ValueError(
-            f"the graph store returned offsets for {name} that do not fit its {num_edges} edges\n\n"
-            "hint: offsets begin with 0, do not decrease, and end with the number of edges"
+            f"the graph store returned offsets for {name} that do not fit its {num_edges} edges"
         )
     return torch.arange(len(steps)).repeat_interleave(steps)
 
@@ -400,17 +397,14 @@ class TableStore(_pyg.data.FeatureStore):  # type: ignore[misc, name-defined]
         if attr.index is not None:
             raise ValueError(
                 f"{attr.group_name}, {attr.attr_name} was given with an index: a store of tables "
-                "cannot replace single rows\n\nhint: put the whole tensor, with index=None"
+                "cannot replace single rows"
             )
         if isinstance(tensor, np.ndarray):
             tensor = torch.from_numpy(tensor)
         if isinstance(tensor, Tensor):
             tensor = FeatureTable(tensor)
         if not isinstance(tensor, FeatureTable):
-            raise ValueError(
-                f"{attr.group_name}, {attr.attr_name} is a {type(tensor).__name__}\n\n"
-                "hint: gcnzc.FeatureTable(rows), or a tensor of two dimensions"
-            )
+            raise ValueError(f"{attr.group_name}, {attr.attr_name} is a {type(tensor).__name__}")
         self._tables[attr.group_name, attr.attr_name] = tensor
         return True
 

@@ -170,7 +170,7 @@ def test_transposes_the_block_only_for_a_gradient(monkeypatch):
 def test_arguments_that_do_not_match_are_rejected():
     indptr, indices = random_block(70, 50, 9)
     x = torch.randn(70, 8)
-    with pytest.raises(ValueError, match=r"x is torch.int64.*\n\nhint: pass x.float"):
+    with pytest.raises(ValueError, match=r"x is torch\.int64"):
         aggregate(indptr, indices, x.long())
     with pytest.raises(ValueError, match=r"indices is 1-dimensional torch.int16"):
         aggregate(indptr, indices.short(), x)
@@ -182,7 +182,7 @@ def test_arguments_that_do_not_match_are_rejected():
         aggregate(indptr, indices, x, torch.ones(50))
     with pytest.raises(ValueError, match=r"target_scale has shape \(70,\), not \(50,\)"):
         aggregate(indptr, indices, x, None, torch.ones(70))
-    with pytest.raises(ValueError, match=r"indptr is on cpu, but the rows are on meta\n\nhint"):
+    with pytest.raises(ValueError, match="indptr is on cpu, but the rows are on meta"):
         aggregate(indptr, indices, x.to("meta"))
 
 

@@ -175,9 +175,8 @@ def test_arguments_that_do_not_match_are_rejected(change, message, device):
         for name, value in (given | change).items()
     }
     copies = make_cached_rows(table, torch.arange(3), device)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=message):
         gather_cached(given["table"], given["ids"], copies, given["out"])
-    assert "\n\nhint: " in str(error.value)
 
 
 @pytest.mark.triton

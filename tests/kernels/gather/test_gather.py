@@ -244,9 +244,7 @@ def test_an_id_out_of_range_is_rejected(outside, id_dtype, threads, monkeypatch)
         monkeypatch.setattr(module, "GRAIN_BYTES", 1)
         ids = torch.zeros(100, dtype=id_dtype)
         ids[77] = outside
-        with pytest.raises(
-            IndexError, match=rf"id {outside} is not in a table of 30 rows(.|\n)*hint"
-        ):
+        with pytest.raises(IndexError, match=rf"id {outside} is not in a table of 30 rows"):
             gather(torch.zeros(30, 40), ids, threads=threads)
 
 

@@ -185,7 +185,7 @@ def test_a_gather_on_a_gpu_uses_its_kernel_config(monkeypatch):
     ids=str,
 )
 def test_invalid_kernel_configs_are_rejected(wrong):
-    with pytest.raises(ValueError, match=r"(?s)is not a valid configuration.*hint: "):
+    with pytest.raises(ValueError, match="is not a valid configuration"):
         KernelConfig(**wrong)
 
 
@@ -263,7 +263,7 @@ def test_bytes_around_the_table_do_not_change_the_result(source, target, beside,
 def test_a_result_of_another_shape_or_dtype_is_an_error(shape, out_dtype, dtype, device):
     table, ids = torch.randn(6, 8, device=device), torch.arange(4, device=device)
     out = torch.zeros(shape, dtype=out_dtype, device=device)
-    with pytest.raises(ValueError, match=r"out must be \(4, 8\)(.|\n)*hint: "):
+    with pytest.raises(ValueError, match=r"out must be \(4, 8\)"):
         gather_rows(table, ids, out, dtype=dtype)
     assert not out.any()
 
@@ -275,9 +275,7 @@ def test_checks_ids_if_the_environment_variable_is_set(outside, device):
     ids = torch.arange(39, device=device).repeat(5)
     ids[77] = outside
     out = torch.zeros(len(ids), 50, device=device)
-    with pytest.raises(
-        IndexError, match=rf"id {outside} at 77 is not in a table of 40 rows\n\nhint"
-    ):
+    with pytest.raises(IndexError, match=rf"id {outside} at 77 is not in a table of 40 rows"):
         gather_rows(table, ids, out, checked=True)
     good = (ids >= 0) & (ids < 40)
     assert torch.equal(out[good], table[ids[good]])
