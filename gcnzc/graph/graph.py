@@ -9,12 +9,13 @@ Notation: N nodes, E edges.
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import Unpack
 
 from gcnzc.kernels.structure import csc
 from gcnzc.system.arguments import (
@@ -33,6 +34,14 @@ Loops: TypeAlias = Literal["keep", "add", "remove"]
 
 
 Duplicates: TypeAlias = Literal["keep", "remove"]
+
+
+class BuildOptions(TypedDict, total=False):
+    """Options of `Graph.from_edges` that all functions share that build a graph."""
+
+    bidirected: bool
+    self_loops: Loops
+    duplicates: Duplicates
 
 
 class Graph:
@@ -162,22 +171,12 @@ class Graph:
         )
 
     @classmethod
-    def from_csc(
-        cls,
-        indptr: Ids,
-        indices: Ids,
-        *,
-        bidirected: bool = False,
-        self_loops: Loops = "keep",
-        duplicates: Duplicates = "keep",
-    ) -> "Graph":
+    def from_csc(cls, indptr: Ids, indices: Ids, **options: Unpack[BuildOptions]) -> "Graph":
         """Build a graph from CSC arrays: column `i` has the sources of the in-edges of node `i`.
 
         With default options this is `Graph(indptr, indices)`; see `from_edges` for the options.
         """
-        return cls(indptr, indices).rebuild(
-            bidirected=bidirected, self_loops=self_loops, duplicates=duplicates
-        )
+        return cls(indptr, indices).rebuild(**options)
 
     @classmethod
     def from_csr(
@@ -206,14 +205,7 @@ class Graph:
         )
 
     @classmethod
-    def from_dgl(
-        cls,
-        graph: Any,
-        *,
-        bidirected: bool = False,
-        self_loops: Loops = "keep",
-        duplicates: Duplicates = "keep",
-    ) -> "Graph":
+    def from_dgl(cls, graph: Any, **options: Unpack[BuildOptions]) -> "Graph":
         """Build a graph from a homogeneous `dgl.DGLGraph`.
 
         See `from_edges` for the options.
@@ -231,24 +223,10 @@ class Graph:
                 "edge type that connects nodes of one type"
             )
         src, dst = graph.edges(order="eid")
-        return cls.from_edges(
-            src.cpu(),
-            dst.cpu(),
-            graph.num_nodes(),
-            bidirected=bidirected,
-            self_loops=self_loops,
-            duplicates=duplicates,
-        )
+        return cls.from_edges(src.cpu(), dst.cpu(), graph.num_nodes(), **options)
 
     @classmethod
-    def from_pyg(
-        cls,
-        data: Any,
-        *,
-        bidirected: bool = False,
-        self_loops: Loops = "keep",
-        duplicates: Duplicates = "keep",
-    ) -> "Graph":
+    def from_pyg(cls, data: Any, **options: Unpack[BuildOptions]) -> "Graph":
         """Build a graph from the `edge_index` of a `torch_geometric.data.Data`, or its `adj_t`.
 
         `adj_t` is a `torch_sparse.SparseTensor` or a sparse CSR tensor whose rows are targets.
@@ -267,14 +245,7 @@ class Graph:
         edge_index = getattr(data, "edge_index", None)
         if edge_index is not None:
             src, dst = check_edge_index("data.edge_index", edge_index).cpu()
-            return cls.from_edges(
-                src,
-                dst,
-                data.num_nodes,
-                bidirected=bidirected,
-                self_loops=self_loops,
-                duplicates=duplicates,
-            )
+            return cls.from_edges(src, dst, data.num_nodes, **options)
         adjacency = getattr(data, "adj_t", None)
         if adjacency is None:
             raise ValueError(
@@ -285,13 +256,7 @@ class Graph:
             indptr, indices = adjacency.crow_indices(), adjacency.col_indices()
         else:
             indptr, indices, _ = adjacency.csr()
-        return cls.from_csc(
-            indptr.cpu(),
-            indices.cpu(),
-            bidirected=bidirected,
-            self_loops=self_loops,
-            duplicates=duplicates,
-        )
+        return cls.from_csc(indptr.cpu(), indices.cpu(), **options)
 
     def rebuild(
         self,

@@ -428,7 +428,7 @@ def test_unsupported_arguments_are_rejected_by_name(data, Loader, change, messag
         ({"input_nodes": "paper"}, "does not support types, but input_nodes has 'paper'"),
         ({"input_nodes": torch.ones(5, dtype=torch.bool)}, r"mask of shape \(5,\) for 300 nodes"),
         ({"input_nodes": torch.ones(2, 2).long()}, r"shape \(2, 2\)"),
-        ({"input_id": torch.arange(3)}, "input_id is .* for 300 items"),
+        ({"input_id": torch.arange(3)}, "input_id is .* of 300 items"),
         ({"input_time": torch.arange(NODES)}, "input_time was given without time_attr"),
     ],
 )

@@ -491,7 +491,7 @@ def changed(kind, **values):
         ({"input_nodes": "shop"}, "node type 'shop', which the data does not have"),
         ({"input_nodes": ("user", [USERS])}, "nodes"),
         ({"input_nodes": ("user", torch.ones(5, dtype=torch.bool))}, r"mask of shape \(5,\)"),
-        ({"input_id": torch.arange(3)}, "input_id is .* for 60 items"),
+        ({"input_id": torch.arange(3)}, "input_id is .* of 60 items"),
         ({"num_neighbors": {BUYS: [2]}}, "num_neighbors has no edge type"),
         ({"num_neighbors": {("a", "to", "b"): [2]}}, "no edge type with the name"),
         ({"subgraph_type": "forward"}, "subgraph_type is 'forward'"),

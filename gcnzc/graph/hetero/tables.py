@@ -114,7 +114,7 @@ def from_tables(
             if other not in known:
                 raise ValueError(
                     f"foreign key {key!r} of table {each!r} refers to the table {other!r:.100}, "
-                    f"which is not given"
+                    "which is not given"
                 )
             primary_key = known[other].primary_key
             rows, targets = _resolve(each, table, key, other, primary_key, keys[other])

@@ -200,7 +200,7 @@ def check_typed_edges(given: Any, data: Any, graph: HeteroGraph) -> tuple[EdgeTy
         if node_type not in graph.node_types:
             raise ValueError(
                 f"edge_label_index has the node type {node_type!r:.100}, which the data does not "
-                f"have"
+                "have"
             )
         num_nodes.append(graph.num_nodes(node_type))
     if edges is None:
