@@ -38,6 +38,7 @@ def test_ci_tests_the_pinned_versions(name):
     assert version(name).split("+")[0] == pinned(name)
 
 
+@pytest.mark.processes
 def test_a_test_run_begins_with_the_versions_of_torch_and_triton():
     command = [
         sys.executable,

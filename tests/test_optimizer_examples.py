@@ -25,6 +25,7 @@ def run_example(name):
 OFTEN = ("onebit_adam.py", "streaming_diloco.py", "with_ddp.py")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "name",
     [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES],

@@ -85,6 +85,7 @@ def run(python, *words, folder):
     )
 
 
+@pytest.mark.processes
 def test_the_wheel_has_every_module_and_the_marker_of_types(wheel):
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if "dist-info" not in name}
@@ -100,11 +101,13 @@ def test_the_wheel_has_every_module_and_the_marker_of_types(wheel):
     assert found == expected
 
 
+@pytest.mark.processes
 def test_the_wheel_is_imported_without_the_checkout(installed, tmp_path):
     shown = run(installed, "-c", "import gcnzc.cli; print(gcnzc.cli.__file__)", folder=tmp_path)
     assert Path(shown.stdout.strip()).is_relative_to(installed.parents[1]), shown.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_the_wheel_trains_without_the_checkout(installed, tmp_path):
     graph = ["--nodes", "300", "--edges", "900", "--num-features", "8", "--classes", "3"]
@@ -120,6 +123,7 @@ def test_the_wheel_trains_without_the_checkout(installed, tmp_path):
         assert json.loads(done.stdout)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_program_that_uses_the_public_names_passes_mypy_strict(installed, tmp_path):
     program = tmp_path / "program.py"

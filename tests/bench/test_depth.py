@@ -18,6 +18,7 @@ def results(tmp_path, monkeypatch):
     return tmp_path / "results" / "depth.jsonl"
 
 
+@pytest.mark.processes
 def test_kinds_and_depths_are_recorded_and_the_target_decides(results, monkeypatch):
     monkeypatch.setattr(depth, "TARGET_PERCENT", 0.0)
     words = ["--graph", "digits", "--seeds", "2", "--epochs", "1", "--layers", "2"]

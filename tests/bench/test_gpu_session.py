@@ -74,6 +74,7 @@ def wait_for_ends(pids):
         time.sleep(0.05)
 
 
+@pytest.mark.processes
 def test_a_session_continues_after_stages_that_fail_hang_or_are_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_session, "TERM_S", 2.0)
     pids = tmp_path / "pids"
@@ -114,6 +115,7 @@ def test_a_session_continues_after_stages_that_fail_hang_or_are_missing(tmp_path
     assert len(table_of(lines)) == len(stages) + 1
 
 
+@pytest.mark.processes
 def test_stages_that_do_not_fit_into_the_session_are_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_session, "TERM_S", 1.0)
     stages = [Stage("first", 60, [["sleep", "60"]]), Stage("second", 20, [["true"]])]
@@ -125,6 +127,7 @@ def test_stages_that_do_not_fit_into_the_session_are_skipped(tmp_path, monkeypat
     assert read_lines(tmp_path / "session.jsonl") == lines
 
 
+@pytest.mark.processes
 def test_a_kill_at_any_moment_leaves_the_finished_stages(tmp_path):
     # logs of random bytes, so that the archive takes time to write
     text = "echo done; head -c 1500000 /dev/urandom; sleep 0.1"
@@ -202,6 +205,7 @@ def test_a_dry_run_executes_the_commands_of_a_session(tmp_path, monkeypatch):
         assert all("compute-sanitizer" in word for word in less), stage
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_machine_without_a_gpu_is_reported(tmp_path):
     run = session("--out", tmp_path)

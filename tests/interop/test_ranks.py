@@ -150,6 +150,7 @@ def load_without_ranks():
     return warned
 
 
+@pytest.mark.processes
 def test_a_loader_that_repeats_all_items_in_each_rank_warns_once(found):
     for of_rank in found:
         (message,) = of_rank["warned"]
@@ -215,6 +216,7 @@ def check_shares_of_accelerate(found):
         assert epochs[0] != epochs[1]
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not HAS_ACCELERATE, reason="Accelerate is not installed")
 def test_accelerate_gives_each_rank_its_share(found):
     check_shares_of_accelerate(found)

@@ -15,7 +15,7 @@ from gcnzc.optim import OneBitAdam
 
 CASES = mark_slow(
     itertools.product(KINDS, METHODS, (1e-2, 1e-3), (60, 180)),
-    lambda kind, method, lr, warmup: (kind, lr, warmup) != ("embedding", 1e-2, 60),
+    lambda *case: case != ("embedding", "1-bit Adam", 1e-2, 60),
 )
 
 

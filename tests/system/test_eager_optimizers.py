@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.limits import HANG_S
@@ -65,6 +66,7 @@ print(json.dumps(results))
     assert json.loads(run(text)) == {name: trained(name) for name in OPTIMIZERS}
 
 
+@pytest.mark.processes
 def test_training_does_not_import_the_tracer(tmp_path: Path) -> None:
     text = """
 import sys

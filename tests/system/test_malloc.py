@@ -60,6 +60,7 @@ def test_freed_memory_is_reused_within_the_context_and_returned_after_it():
     assert max(inner, after) < 50 < 90 < held
 
 
+@pytest.mark.processes
 @glibc
 @pytest.mark.parametrize(
     "given",
