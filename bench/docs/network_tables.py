@@ -54,31 +54,6 @@ def collective(row: Row) -> dict[str, object]:
     }
 
 
-@Table(
-    "collectives",
-    "link workers kind",
-    "bench.network.collectives",
-    among="num_bytes",
-    where=timed,
-    sort=by_key,
-)
-def collectives(x: Row) -> Cells:
-    """Speed-ups of tuned algorithms over gloo's."""
-    lines = [Line(line, gain=1 / line.tuned_of_builtin) for line in x.lines]
-    extremes = {
-        f"{name} speed-up": choose(lines, key=lambda line: line.gain)
-        for name, choose in {"largest": max, "smallest": min}.items()
-    }
-    return {
-        **collective(x),
-        **{
-            head: f"{line.gain:.2f} ({line.tuned}, {in_bytes(line.num_bytes)})"
-            for head, line in extremes.items()
-        },
-        "median speed-up": f"{sorted(line.gain for line in lines)[len(lines) // 2]:.2f}",
-    }
-
-
 def default_lines() -> Iterator[Line]:
     """Yield times of default algorithms, relative to the fastest ones and to gloo's."""
     for line in filter(timed, read("collectives")):
@@ -121,7 +96,7 @@ def least_and_median(x: Row, algorithms: Sequence[str]) -> dict[str, object]:
             name: each and f"{significant(1e3 * each.least_s)} / {significant(1e3 * each.median_s)}"
             for name, each in times.items()
         },
-        "tuned choice": x.tuned,
+        "default": default_algorithm(x.kind, x.num_bytes, x.workers),
     }
 
 

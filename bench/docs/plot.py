@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
+from bench.docs.network_tables import default_lines
 from bench.docs.table import TABLES, Line, newest, read
 from bench.docs.training_tables import LAYER_KINDS, MODELS
 from gcnzc.features.pcie_traffic import HEADER_BYTES, traffic
@@ -305,29 +306,26 @@ def steps() -> Figure:
 
 
 def collectives() -> Figure:
-    """Draw the speed-up of tuned collective algorithms over gloo's, a panel per collective."""
-    times = select(read("collectives"), part="times", workers=8)
+    """Draw the speed-up of default collective algorithms over gloo's, a panel per collective."""
+    times = select(default_lines(), workers=8)
     lines = list(newest(times, "link", "kind", "num_bytes").values())
-    figure = new_figure("Tuned collectives of 8 workers, relative to gloo's", lines, 8, 6)
+    figure = new_figure("Default collectives of 8 workers, relative to gloo's", lines, 9, 4)
     kinds = distinct(lines, "kind")
-    panels = list(figure.subplots(-(-len(kinds) // 2), 2, sharex=True, sharey=True).flat)
-    for panel, kind in zip(panels, kinds, strict=False):
+    panels = figure.subplots(1, len(kinds), sharex=True, sharey=True)
+    for panel, kind in zip(panels, kinds, strict=True):
         for number, (link, label) in enumerate(
             {"delay": "1 ms of delay", "slow": "100 Mbit/s"}.items()
         ):
             selected, style = select(lines, link=link, kind=kind), {"color": f"C{number}"}
-            curve(
-                panel, selected, "num_bytes", lambda x: 1 / x.tuned_of_builtin, label=label, **style
-            )
+            curve(panel, selected, "num_bytes", lambda x: x.of_builtin, label=label, **style)
         panel.axhline(1, color="black", linewidth=1)
         panel.set_title(kind, fontsize="medium")
         panel.set_xscale("log", base=2)
         panel.set_yscale("log", base=2)
         panel.set_yticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
         panel.grid(alpha=0.3)
-    for panel in panels[-2:]:
         panel.set_xlabel("bytes of a request")
-    figure.supylabel("time of gloo / time of the tuned choice")
+    figure.supylabel("time of gloo / time of the default")
     legend(figure, 2, panels[0])
     return figure
 

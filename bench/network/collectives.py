@@ -5,18 +5,16 @@
     python -m bench.network.collectives --workers 2 --links here --most-bytes 4096
 
 The ranks run on the emulated machines of bench/network/cluster.py, which needs root; with `--links
-here` they are local processes, whose times do not show the effect of slow links. Each kind of
-request is tuned; then all algorithms are timed in turns.
-`--bytes` instead counts the bytes of each kind of request by the ledger, the formula and the
-network interfaces.
+here` they are local processes, whose times do not show the effect of slow links. All algorithms
+are timed in turns. `--bytes` instead counts the bytes of each kind of request by the ledger, the
+formula and the network interfaces.
 """
 
 import argparse
 import hashlib
-import tempfile
+import random
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,12 +34,11 @@ from gcnzc.exchange import (
     ReduceScatter,
     SendReceive,
     Sum,
-    tune,
 )
+from gcnzc.exchange.algorithms import ALGORITHMS
+from gcnzc.exchange.collectives.broadcast import CHAIN
 from gcnzc.exchange.ledger import Entry
-from gcnzc.exchange.measure import make_request, time_algorithms
-from gcnzc.exchange.requests import BUILTIN, Collective, yield_request
-from gcnzc.exchange.tuner import KINDS, candidates
+from gcnzc.exchange.requests import Collective, yield_request
 
 MODULE = "bench.network.collectives"
 # bandwidth in Mbit/s, and latency between two machines in ms
@@ -52,8 +49,11 @@ LINKS: dict[str, tuple[float | None, float]] = {
 }
 HERE = "here"
 MIN_ROUNDS, MAX_ROUNDS, ROUNDS_S = 3, 40, 1.0
-# up to this size, measure also the algorithms that the tuner left out
-SMALL_BYTES = 1 << 20
+# kinds of requests that have algorithms to choose from
+KINDS = tuple(kind for kind, names in ALGORITHMS.items() if len(names) > 1)
+# sizes of the pieces of chains in bytes, and the largest number of pieces
+PIECES = tuple(1024 << power for power in (3, 4, 5, 6, 8))
+MAX_PIECES = 128
 # scalar all-gathers before measuring
 WARM_UP = 200
 # size and number of requests whose bytes are counted, so that acknowledgements are negligible
@@ -107,7 +107,7 @@ def _tasks(options: argparse.Namespace, workers: int) -> Iterator[Line]:
         while size <= most:
             sizes.append(size)
             size *= options.step
-        yield {"part": "times", "kind": kind, "sizes": sizes, "budget_s": options.budget_s}
+        yield {"part": "times", "kind": kind, "sizes": sizes}
 
 
 def _options() -> argparse.Namespace:
@@ -121,9 +121,6 @@ def _options() -> argparse.Namespace:
         "--least-bytes", type=int, default=4, help="smallest size of the values of a rank"
     )
     parser.add_argument("--most-bytes", type=int, default=16 << 20)
-    parser.add_argument(
-        "--budget-s", type=float, default=60.0, help="seconds to tune each kind of request"
-    )
     options = parser.parse_args()
     if options.bytes and HERE in options.links:
         parser.error("all workers of this machine share its interface, so no bytes can be counted")
@@ -136,32 +133,60 @@ def measure_task(group: Group, task: Line) -> Iterator[Line]:
         for line in count_bytes(group):
             yield {"part": "bytes"} | line
         return
-    kind, sizes = task["kind"], task["sizes"]
-    with tempfile.TemporaryDirectory() as folder:
-        tuning = tune(group, Path(folder), {kind: sizes}, budget_s=task["budget_s"])
-    choices = tuning.choices
-    for size in sizes:
-        chosen = choices.find_for_size(kind, size, group.world_size)
-        tried = tuning.times[kind][size]
-        names = {*(candidates(kind, size, group.world_size) if size <= SMALL_BYTES else tried)}
-        names = sorted({*names, chosen, BUILTIN})
-        rounds = choose_rounds(sum(tried.values()))
+    kind = task["kind"]
+    for size in task["sizes"]:
+        names = candidates(kind, size, group.world_size)
+        round_s = time_algorithms(group, kind, size, names, 1).sum().item()
+        rounds = int(min(max(ROUNDS_S / round_s, MIN_ROUNDS), MAX_ROUNDS))
         algorithms = time_all(group, kind, size, names, rounds)
-        share = algorithms[chosen]["least_s"] / algorithms[BUILTIN]["least_s"]
-        case = {
-            "part": "times",
-            "kind": kind,
-            "num_bytes": size,
-            "rounds": rounds,
-            "ways": algorithms,
-        }
-        yield case | {"tuned": chosen, "tuned_of_builtin": share}
+        case = {"part": "times", "kind": kind, "num_bytes": size, "rounds": rounds}
+        yield case | {"ways": algorithms}
 
 
-def choose_rounds(round_s: float) -> int:
-    """Return the number of rounds that take ROUNDS_S; the least if the time is unknown."""
-    wanted = ROUNDS_S / round_s if round_s else 0
-    return int(min(max(wanted, MIN_ROUNDS), MAX_ROUNDS))
+def candidates(kind: str, num_bytes: int, world_size: int) -> list[str]:
+    """Return the algorithms to measure; chains only with 2 to `MAX_PIECES` pieces."""
+    names = [name for name in ALGORITHMS[kind] if name != CHAIN]
+    if kind == "Broadcast" and world_size > 2:
+        pieces = [piece for piece in PIECES if piece < num_bytes <= MAX_PIECES * piece]
+        names += [f"{CHAIN}:{piece}" for piece in pieces]
+    return sorted(names)
+
+
+def make_request(kind: str, num_bytes: int, rank: int, world_size: int) -> Collective:
+    """Create a request of zeros, of about `num_bytes` bytes."""
+    values = torch.zeros(num_bytes, dtype=torch.uint8)
+    if kind == "Sum":
+        return Sum(torch.zeros(max(num_bytes // 4, 1)))
+    if kind == "AllGather":
+        return AllGather(values)
+    if kind == "Broadcast":
+        return Broadcast(values)
+    parts = values.tensor_split(world_size)
+    return AllToAll(parts, [len(parts[rank])] * world_size)
+
+
+def time_algorithms(
+    group: Group, kind: str, num_bytes: int, names: Sequence[str], rounds: int
+) -> torch.Tensor:
+    """Time algorithms on all ranks, after a warm-up round, in a random order in each round.
+
+    An all-gather precedes each algorithm, so that all ranks start it at about the same time.
+
+    Returns:
+        float64, a row for each round and a column for each name: seconds on the slowest rank, the
+        same on all ranks.
+    """
+    request = make_request(kind, num_bytes, group.rank, group.world_size)
+    seconds = torch.empty(1 + rounds, len(names), dtype=torch.float64)
+    shuffler = random.Random(0)
+    for turn in range(1 + rounds):
+        for index in shuffler.sample(range(len(names)), len(names)):
+            group.run(yield_request(AllGatherScalar(0)))
+            begin = time.perf_counter()
+            _run(group, request, names[index])
+            seconds[turn, index] = time.perf_counter() - begin
+    gathered = group.run(yield_request(AllGather(seconds[1:].flatten())))
+    return gathered.amax(0).view(rounds, len(names))
 
 
 def time_all(

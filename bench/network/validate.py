@@ -20,6 +20,7 @@ import torch
 from bench.harness import record
 from bench.network import tasks
 from bench.network.cluster import Cluster
+from bench.network.collectives import make_request
 from gcnzc.exchange import (
     Algorithm,
     AllGather,
@@ -31,7 +32,6 @@ from gcnzc.exchange import (
     Now,
     lockstep,
 )
-from gcnzc.exchange.measure import make_request
 from gcnzc.exchange.requests import yield_request
 
 MODULE = "bench.network.validate"

@@ -19,7 +19,6 @@ from gcnzc.exchange.init import init_group
 from gcnzc.exchange.launch import is_worker
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.lockstep import Outcome, lockstep
-from gcnzc.exchange.measure import tune
 from gcnzc.exchange.requests import (
     Abandon,
     Algorithm,
@@ -38,7 +37,6 @@ from gcnzc.exchange.requests import (
 from gcnzc.exchange.simulated_network import Crash, Link, SlowDown
 from gcnzc.exchange.size_only import SizeOnly
 from gcnzc.exchange.store_requests import CompareAndSet, DeleteKeys, ReadKeys, WaitForKey
-from gcnzc.exchange.tuner import Tuning
 
 __all__ = [
     "Abandon",
@@ -74,7 +72,6 @@ __all__ = [
     "Start",
     "Subgroup",
     "Sum",
-    "Tuning",
     "Wait",
     "WaitForKey",
     "WorkerLost",
@@ -83,5 +80,4 @@ __all__ = [
     "is_worker",
     "lockstep",
     "run",
-    "tune",
 ]

@@ -4,7 +4,8 @@ The default minimizes a cost: the time of the formulas of `gcnzc.exchange.collec
 1/B, so that M bytes cost M, and a message costs `latency` = α B bytes. Without a measurement, the
 latency is known only roughly: 2 KiB between processes of a machine or over slow links, 128 KiB over
 fast links between distant machines. So the default is the algorithm whose largest ratio to the
-least cost, over these latencies, is the smallest. `tune` measures instead.
+least cost, over these latencies, is the smallest. `Choices`
+selects others.
 
 The times of bytes are multiplied by factors that were measured with 4 and 8 ranks. In gloo's own
 collectives, each message waits until its receiver has posted the receive, whose notification takes

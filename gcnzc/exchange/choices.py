@@ -66,13 +66,9 @@ class Choices:
 
     def find_for_size(self, kind: str, num_bytes: int, world_size: int) -> str:
         """Return the name of the algorithm for requests of a kind and a size in bytes."""
-        name = self.name_in_steps(kind, num_bytes)
-        return default_algorithm(kind, num_bytes, world_size) if name == DEFAULT else name
-
-    def name_in_steps(self, kind: str, num_bytes: int) -> str:
-        """Return the name in `steps` for a kind and a size in bytes, which may be "default"."""
         steps = self.steps.get(kind, ((None, DEFAULT),))
-        return next(name for limit, name in steps if limit is None or num_bytes <= limit)
+        name = next(name for limit, name in steps if limit is None or num_bytes <= limit)
+        return default_algorithm(kind, num_bytes, world_size) if name == DEFAULT else name
 
     @cached_property
     def in_background(self) -> "Choices":

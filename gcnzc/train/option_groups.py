@@ -260,9 +260,6 @@ class WorkerOptions(Options):
     restarted"""
     restarts: int = 3
     """how often the workers are restarted from the last checkpoint after one is lost"""
-    tune_exchange: bool = False
-    """measure which collective algorithms are fastest between these workers, and keep the result
-    for later runs; sums may round differently than without"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gcnzc._files import remove_partial
-from gcnzc.exchange import Choices, run
+from gcnzc.exchange import run
 from gcnzc.exchange.sync import all_gather_scalar, broadcast_bytes, write_buffers
 from gcnzc.loader.full_batch import FullBatchLoader
 from gcnzc.optim import resize_state
@@ -72,7 +72,6 @@ CHECKPOINT_KEYS: Mapping[str, type] = {
     "worker_lines": int,
     "options": dict,
     "graph": dict,
-    "choices": dict,
     "rng": torch.Tensor,
 }
 
@@ -212,8 +211,6 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     _set_random_states(trainer, state)
     trainer.worker_lines = state["worker_lines"]
     trainer.on_rank_zero(lambda: _restore_records(trainer))
-    if len(state["rng"]) == trainer.group.world_size:
-        trainer.group.choices = Choices(state["choices"])
     where = f"in epoch {trainer.epoch + 1}" if trainer.in_epoch else f"after epoch {trainer.epoch}"
     trainer.reporter.say(_format_resumed(trainer, where))
 

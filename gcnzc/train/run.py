@@ -18,17 +18,15 @@ from typing import Any
 import torch
 
 from gcnzc.datasets.store import is_prepared
-from gcnzc.exchange import Group, Tuning, run, tune
-from gcnzc.exchange.layout import describe_layout, group_by_dtype
+from gcnzc.exchange import Group, run
 from gcnzc.exchange.long_work import joint_work
-from gcnzc.exchange.sync import all_gather, check_same
+from gcnzc.exchange.sync import all_gather
 from gcnzc.features.pinning import pinned
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.load import verify
 from gcnzc.loader.full_batch import FullBatchLoader
 from gcnzc.sampling.full import find_layer_nodes
-from gcnzc.system.files import cache_folder
 from gcnzc.system.malloc import freed_memory
 from gcnzc.train import record
 from gcnzc.train.accumulation import Accumulation
@@ -65,41 +63,6 @@ from gcnzc.train.tracing import format_trace_warning
 from gcnzc.train.trainer import Trainer
 from gcnzc.train.unused_options import unused_options
 from gcnzc.train.weight_average import format_average_warning
-
-# Choose the fastest collective algorithms for a run, by new or stored measurements.
-
-
-# time limit of the measurements, in seconds
-TUNING_S = 5.0
-
-
-# sizes that are gathered for every checkpoint: statistics, and torch's random state
-GATHERED_BYTES = (64, 5056)
-
-
-def exchange_tuning(model: torch.nn.Module, group: Group) -> Tuning:
-    """Find the fastest collective algorithms for the message sizes of a run.
-
-    Sizes without a stored measurement are measured; results are stored in the cache folder of
-    worker 0.
-
-    Args:
-        model: the model of the run, with the same parameters on all workers; values may differ.
-        group: all workers; its choices are not changed.
-
-    Raises:
-        ValueError: the workers' models differ.
-    """
-    named = [*model.named_parameters(), *model.named_buffers()]
-    # with different sizes, the collectives below would not end
-    run(check_same(describe_layout(named), "models"), group)
-    whole = [
-        sum(tensor.numel() * tensor.element_size() for _, tensor in kind)
-        for kind in group_by_dtype(named)
-    ]
-    sizes = {"Sum": whole, "Broadcast": whole, "AllGather": GATHERED_BYTES, "AllToAll": whole}
-    return tune(group, cache_folder(), sizes, budget_s=TUNING_S)
-
 
 # Refuse a second training run in a process while another one trains in it.
 #
@@ -275,11 +238,6 @@ def train(
             stack.enter_context(freed_memory(kept=True))
         torch.manual_seed(config.seed)
         model = task.model().to(device)
-        if config.tune_exchange:
-            tuning = exchange_tuning(model, group)
-            group.choices = tuning.choices
-            for row in tuning.rows():
-                reporter.say(row.summary())
         if group.rank:
             # each worker has its own dropout masks
             torch.manual_seed(mixed_seed(config.seed, group.rank))

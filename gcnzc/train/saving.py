@@ -62,8 +62,6 @@ def save(trainer: Trainer, *, waits: bool = True) -> None:
         "worker_lines": trainer.worker_lines,
         "options": config_to_dict(trainer.config),
         "graph": trainer.graph_files,
-        # how a sum is rounded depends on the collective algorithm
-        "choices": dict(trainer.group.choices.steps),
         **_average_state(trainer),
         **states,
     }

@@ -19,7 +19,7 @@ from training import planted, saved, train_as_worker
 import gcnzc
 from gcnzc import FeatureTable, Graph, Loader, cli
 from gcnzc.cli import builtin_graph
-from gcnzc.exchange import Group, lockstep, measure
+from gcnzc.exchange import Group, lockstep
 from gcnzc.models import gnn
 from gcnzc.optim import Averaged
 from gcnzc.system.spans import Span
@@ -230,38 +230,6 @@ def test_clock_offsets_are_corrected():
     # one process has one clock
     assert [span.begin_s for span in found[0]] == pytest.approx([0.0, 100.0, 200.0], abs=1.0)
     assert lockstep([spans(0)]).results == [[Span("compute", "model", 0.0, 1.0)]]
-
-
-# the algorithms that are fastest in a run of two workers; by the clock, any of them may be
-FASTEST = {"Sum": "ring", "Broadcast": "binomial", "AllGather": "doubling", "AllToAll": "direct"}
-
-
-def train_with_cache(cache, fastest, *words):
-    """Train with an own cache, and with times in which these algorithms are the fastest."""
-    # workers are copies of a process that has its environment from before
-    os.environ["GCNZC_CACHE"] = str(cache)
-    measure._time_fastest_rounds = lambda group, kind, num_bytes, names, rounds: (
-        [1e-3 if name == fastest[kind] else 2e-3 for name in names],
-        0.0,
-    )
-    return train_as_worker(*words)
-
-
-def test_tuned_collectives_are_used_and_saved_with_the_run(config, tmp_path):
-    def trained(cache, fastest, *words):
-        return results(2, tmp_path, train_with_cache, tmp_path / cache, fastest, *words)
-
-    tuned = replace(config, batch_size=30, tune_exchange=True)
-    trained("cache", FASTEST, tuned, tmp_path / "run")
-    (times,) = (tmp_path / "cache").glob("collectives-*.json")
-    measured = json.loads(times.read_text())["times"]
-    choices = saved(tmp_path / "run")["choices"]
-    assert choices.keys() == measured.keys() == FASTEST.keys()
-    assert {kind: steps[0][1] for kind, steps in choices.items()} == FASTEST
-    # a run that goes on takes the algorithms that it had, whatever was measured since
-    others, run = dict.fromkeys(FASTEST, "builtin"), tmp_path / "run"
-    trained("other", others, replace(tuned, resume=run, epochs=3), run)
-    assert saved(run)["choices"] == choices
 
 
 def sent(run):
