@@ -10,7 +10,7 @@
 `link` measures the PCIe bus; `methods` zero-copy and its alternatives; `widths` dtypes, columns and
 offsets; `tlb` small and huge pages, of tables beyond the reach of the GPU's TLB; `claims` these
 three; `epoch` and `epoch-large` whole minibatches, see bench/gpu/epochs.py. `claims --quick` is
-predicted to take 60 s, half of it for the compilation of 30 gathers.
+predicted to take 75 s, more than half of it for the compilation of 45 gathers.
 
 Each gather is first run once, and its rows are compared with the expected ones. Times are measured
 by CUDA events; each is the median of rounds in which all tasks of a case alternate. Rates are also
@@ -40,9 +40,11 @@ from gcnzc.features.pcie_traffic import Traffic, traffic
 from gcnzc.features.registrations import copy_to
 from gcnzc.kernels.gather import gather_numba
 from gcnzc.kernels.gather.gpu import gather_rows
-from gcnzc.kernels.gather.lanes import LINE_BYTES
+from gcnzc.kernels.gather.lanes import LINE_BYTES, Layout
 from gcnzc.tune import pcie_bench
 
+# layouts of loads that do not begin on lines
+BASELINES: tuple[Layout, ...] = ("scalar", "vector", "wrapped")
 Task = tuple[int, Callable[[], object]]  # the bytes that it moves, and what moves them
 
 
@@ -62,7 +64,9 @@ class Gather:
         return len(self.ids) * self.rows.shape[1] * self.rows.element_size()
 
 
-def zero_copy(rows: Tensor, num_ids: int, device: torch.device) -> Gather:
+def zero_copy(
+    rows: Tensor, num_ids: int, device: torch.device, layout: Layout | None = None
+) -> Gather:
     """Return a gather of random rows by the GPU, with its model of PCIe traffic."""
     ids = torch.randint(len(rows), (num_ids,), device=device)
     out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=device)
@@ -70,11 +74,12 @@ def zero_copy(rows: Tensor, num_ids: int, device: torch.device) -> Gather:
     stride_bytes = rows.stride(0) * size
     model = traffic(
         rows.shape[1] * size,
+        layout=layout,
         item_bytes=size,
         stride_bytes=stride_bytes,
         base=rows.data_ptr() % LINE_BYTES,
     )
-    return Gather(rows, ids, out, partial(gather_rows, rows, ids, out), model)
+    return Gather(rows, ids, out, partial(gather_rows, rows, ids, out, layout=layout), model)
 
 
 def rows_of(memory: Tensor, row_bytes: int, stride_bytes: int, dtype: torch.dtype) -> Tensor:
@@ -196,7 +201,10 @@ def plain_gather(rows: Tensor, ids: Tensor, out: Tensor) -> None:
 
 
 def measure_widths(bench: Bench) -> None:
-    """Measure gathers by dtype and columns, of rows from the start of a line and at an offset."""
+    """Measure gathers by dtype and columns, of rows from the start of a line and at an offset.
+
+    For float32, the aligned rows are also read with the layouts that gathers do not choose.
+    """
     with random_bytes(bench.scale.table_bytes) as memory:
         for dtype in (torch.float32, torch.float16, torch.int8):
             for columns in bench.scale.columns:
@@ -208,6 +216,12 @@ def measure_widths(bench: Bench) -> None:
                     )
                     for name, begin in (("aligned", 0), ("one element off", dtype.itemsize))
                 }
+                if dtype == torch.float32:
+                    rows = gathers["aligned"].rows
+                    gathers |= {
+                        f"aligned, {layout}": zero_copy(rows, num_ids, bench.device, layout)
+                        for layout in BASELINES
+                    }
                 case: dict[str, object] = {
                     "dtype": str(dtype).removeprefix("torch."),
                     "columns": columns,
