@@ -6,8 +6,8 @@ All ranks are simulated in one process, with virtual time: a step takes 10 ms, a
 100 Mbit/s and 1 ms of latency.
 
 A case trains a classifier of the nodes of amazon_photo on a ring of 8 ranks: two layers on
-features that are averaged over two hops. The ranks have the nodes of a few labels each, the nodes
-of a partition of the graph, or random nodes. Each case is trained with and without momentum, with
+features that are averaged over two hops. The ranks have the nodes of a few labels each, or random
+nodes. Each case is trained with and without momentum, with
 equal numbers of exchanges, in rounds or overlapped with the steps of ranks whose speeds differ by
 up to 20 %. A record has the consensus error, which is the root mean square of the ranks' distances
 from their mean over the second half of the run, and the test accuracy after `finalize`.
@@ -41,7 +41,7 @@ METHODS = {
     "overlapped": {"asynchronous": True, "eta": 0.0},
     "overlapped, momentum": {"asynchronous": True},
 }
-SHARDS = ("labels", "partition", "random")
+SHARDS = ("labels", "random")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 @cache
-def read_nodes(archives: Path) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Read features (N, F) averaged over two hops, labels, edges, and training and test nodes."""
+def read_nodes(archives: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Read features (N, F) averaged over two hops, labels, and training and test nodes."""
     data = np.load(archives / GRAPH / f"{GRAPH}.npz")
     count, columns = data["feat_shape"].tolist()
     rows = np.repeat(np.arange(count), np.diff(data["feat_indptr"]))
@@ -77,37 +77,17 @@ def read_nodes(archives: Path) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         features = adjacency @ features
     features = (features - features.mean(0)) / (features.std(0) + 1e-6)
     indices = (torch.from_numpy(data[f"made_{part}_idx"]) for part in ("train", "test"))
-    return features, torch.from_numpy(data["node_label"]), edges, *indices
+    return features, torch.from_numpy(data["node_label"]), *indices
 
 
 def divide_nodes(archives: Path, shards: str, seed: int) -> list[Tensor]:
     """Return the training nodes of each rank."""
-    _, labels, edges, train, _ = read_nodes(archives)
+    _, labels, train, _ = read_nodes(archives)
     generator = torch.Generator().manual_seed(seed)
     nodes = train[torch.randperm(len(train), generator=generator)]
     if shards == "labels":
         nodes = nodes[labels[nodes].argsort(stable=True)]
-    elif shards == "partition":
-        position = search_breadth_first(edges, int(nodes[0]))
-        nodes = nodes[position[nodes].argsort(stable=True)]
     return list(nodes.chunk(RANKS))
-
-
-def search_breadth_first(edges: Tensor, root: int) -> Tensor:
-    """Return the position (N,) of each node in a breadth-first search; others come last."""
-    count = int(edges.max()) + 1
-    order = edges[0].argsort()
-    targets = edges[1][order].tolist()
-    ends = torch.bincount(edges[0], minlength=count).cumsum(0).tolist()
-    position = torch.full((count + 1,), count)
-    queue, seen = [root], {root}
-    for place, node in enumerate(queue):
-        position[node] = place
-        for other in targets[ends[node - 1] if node else 0 : ends[node]]:
-            if other not in seen:
-                seen.add(other)
-                queue.append(other)
-    return position
 
 
 def make_model(columns: int, classes: int, seed: int) -> nn.Module:
@@ -127,7 +107,7 @@ def make_optimizer(method: str, model: nn.Module, group: Group) -> Strategy:
 
 def measure_agreement(archives: Path, shards: str, method: str, seed: int) -> None:
     """Train one case, and record it."""
-    features, labels, _, _, test = read_nodes(archives)
+    features, labels, _, test = read_nodes(archives)
     parts = divide_nodes(archives, shards, seed)
     models = [make_model(features.shape[1], int(labels.max()) + 1, seed) for _ in parts]
     optimizers = [
