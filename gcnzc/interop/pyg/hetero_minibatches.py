@@ -19,8 +19,12 @@ from typing_extensions import Self
 from gcnzc.features.table import FeatureTable
 from gcnzc.interop.column import Column
 from gcnzc.interop.drop_in import NO_GRAPH, DropInLoader, LibraryBatch
-from gcnzc.interop.options import Options
-from gcnzc.interop.pyg.hetero_arguments import Sampling, SamplingArguments
+from gcnzc.interop.pyg.hetero_arguments import (
+    Sampling,
+    SamplingArguments,
+    check_typed_tables,
+    times_crc32,
+)
 from gcnzc.interop.pyg.hetero_graph import (
     Key,
     TypedAttributes,
@@ -28,7 +32,7 @@ from gcnzc.interop.pyg.hetero_graph import (
     read_typed_attributes,
     to_typed_graph,
 )
-from gcnzc.interop.pyg.minibatches import PygLoader
+from gcnzc.interop.pyg.minibatches import Given, PygLoader
 from gcnzc.interop.pyg.sampler import make_sampler
 from gcnzc.loader.checks import check_loader_device
 from gcnzc.sampling.batch import CopyTensors
@@ -90,38 +94,25 @@ class HeteroPygLoader(PygLoader):
     _sampler: HeteroSampler
 
     def _init_typed_loader(
-        self,
-        data: Any,
-        typed: TypedGraph,
-        items: Tensor,
-        num_items: int,
-        num_neighbors: Any,
-        sampling: Sampling,
-        settings: Mapping[str, int | str],
-        transform: Any,
-        tables: Mapping[Key, FeatureTable] | None,
-        options: Options,
+        self, given: Given, typed: TypedGraph, items: Tensor, settings: Mapping[str, int | str]
     ) -> None:
         """Create the loader.
 
         Args:
-            data: a `HeteroData`, or a pair of stores. Its attributes are read when an epoch begins.
-            typed: the graph of `data`.
-            items: values that identify the items; a state of other values is rejected.
-            num_items: the number of items.
-            num_neighbors: as given by the user.
-            sampling: how to sample.
+            given: the arguments.
+            typed: the graph of the data.
+            items: the (S,) nodes or (2, S) edges to iterate over; a state of others is rejected.
             settings: other settings that a state must have in common, as plain values.
-            transform: function that is applied to each minibatch.
-            tables: feature tables by type and name, which replace attributes of `data`.
-            options: see `Options`.
         """
         # named like the arguments: Lightning reads these attributes to reconstruct the loader
-        self.data, self.num_neighbors, self.transform = data, num_neighbors, transform
-        self.tables = tables  # type: ignore[assignment]
-        self._typed, self._sampling, self._given_settings = typed, sampling, settings
-        device = check_loader_device(options.device, None, 0.0)
-        DropInLoader.__init__(self, NO_GRAPH, items, num_items, replace(options, device=device))
+        self.data, self.num_neighbors = given.data, given.num_neighbors
+        self.transform, self._typed = given.transform, typed
+        self._sampling = given.arguments.sampling(typed, given.num_neighbors)
+        self.tables = check_typed_tables(given.tables, typed.graph)
+        self._given_settings = {**settings, "input_time_crc32": times_crc32(self._times)}
+        device = check_loader_device(given.options.device, None, 0.0)
+        options = replace(given.options, device=device)
+        DropInLoader.__init__(self, NO_GRAPH, items, items.shape[-1], options)
         self._sampler = self._make_sampler()
         self._last_values: dict[Key, Any] | None = None
         self._refresh_attributes()
@@ -171,7 +162,7 @@ class HeteroPygLoader(PygLoader):
 
     @property
     def _typed_tables(self) -> Mapping[Key, FeatureTable]:
-        return self.tables or {}  # type: ignore[return-value]
+        return self.tables or {}
 
     def _sample_on_host(self, items: Tensor, epoch: int) -> Any:
         self._check_open()

@@ -11,12 +11,11 @@ from torch import Tensor
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.hetero.stores import NodeStore
 from gcnzc.interop.drop_in import LibraryBatch
-from gcnzc.interop.options import CPU, Options, generator, unique_with_inverse
+from gcnzc.interop.options import CPU, generator, unique_with_inverse
 from gcnzc.interop.pyg.arguments import (
     check_edges,
     check_input_id,
     check_num_neighbors,
-    make_options,
     strip_type,
 )
 from gcnzc.interop.pyg.graph import to_csc
@@ -24,14 +23,12 @@ from gcnzc.interop.pyg.hetero_arguments import (
     SamplingArguments,
     check_label_time,
     check_typed_edges,
-    check_typed_tables,
-    times_crc32,
 )
 from gcnzc.interop.pyg.hetero_graph import Key, TypedGraph
 from gcnzc.interop.pyg.hetero_minibatches import HeteroPygLoader, TypedLibraryBatch
 from gcnzc.interop.pyg.importing import import_pyg
-from gcnzc.interop.pyg.minibatches import NumNeighborsStub, PygLoader
-from gcnzc.interop.pyg.one_type import NODE, to_one_type
+from gcnzc.interop.pyg.minibatches import Given, NumNeighborsStub, PygLoader, one_type_of
+from gcnzc.interop.pyg.one_type import NODE
 from gcnzc.system.arguments import check_kind, check_number, describe
 
 
@@ -245,81 +242,36 @@ class LinkNeighborLoader(
         self.edge_label_time, self.input_id = edge_label_time, input_id
         self.is_sorted, self.filter_per_worker = is_sorted, filter_per_worker
         arguments = SamplingArguments(
-            replace,
-            subgraph_type,
-            directed,
-            disjoint,
-            temporal_strategy,
-            time_attr,
-            weight_attr,
+            *(replace, subgraph_type, directed, disjoint),
+            *(temporal_strategy, time_attr, weight_attr),
         )
-        source = self._open(
+        self.neg_sampling = cast_negative_sampling(neg_sampling, neg_sampling_ratio)
+        options = {"seed": seed, "device": device, "rank": rank, "world_size": world_size}
+        self._open(
             "LinkNeighborLoader",
             data,
+            num_neighbors,
             arguments,
             kwargs,
+            {**options, "threads": threads, "ahead": ahead},
             transform=transform,
-            is_sorted=is_sorted,
-            filter_per_worker=filter_per_worker,
             tables=tables,
             transform_sampler_output=transform_sampler_output,
             neighbor_sampler=neighbor_sampler,
         )
-        self.neg_sampling = cast_negative_sampling(neg_sampling, neg_sampling_ratio)
-        options = make_options(
-            kwargs,
-            "LinkNeighborLoader",
-            seed=seed,
-            device=device,
-            rank=rank,
-            world_size=world_size,
-            threads=threads,
-            ahead=ahead,
-        )
-        self._read(source, data, num_neighbors, arguments, transform, tables, options)
 
-    def _read(
-        self,
-        source: Any,
-        data: Any,
-        num_neighbors: Any,
-        arguments: SamplingArguments,
-        transform: Any,
-        tables: Any,
-        options: Options,
-    ) -> None:
-        """Read the graph and the items, and create the loader.
-
-        Args:
-            source: has the graph: `data`, or the structure of a pair of stores.
-            data, num_neighbors, transform, tables: as given by the user.
-            arguments: about sampling.
-            options: see `Options`.
-        """
+    def _read(self, given: Given) -> None:
         # `data` may have these attributes from a split of its edges
         self._own_fields += ("edge_label_index", "edge_label_time")
         self._own_fields += ("seed_time",) if self._is_triplet else ("edge_label",)
-        csc = to_csc(source, self.is_sorted and self._stores is None)
-        given = strip_type("edge_label_index", self.edge_label_index)
-        self._edges = check_edges(csc.edge_index if given is None else given, csc.graph.num_nodes)
-        hops = check_num_neighbors(num_neighbors, "LinkNeighborLoader")
-        times = arguments.time_attr, arguments.weight_attr
-        typed = None if arguments.is_plain else to_one_type(source, csc, *times)
+        csc = to_csc(given.source, self.is_sorted and self._stores is None)
+        edges = strip_type("edge_label_index", self.edge_label_index)
+        self._edges = check_edges(csc.edge_index if edges is None else edges, csc.graph.num_nodes)
+        hops = check_num_neighbors(given.num_neighbors, "LinkNeighborLoader")
+        typed = one_type_of(given, csc)
         nodes = NodeStore(csc.graph.num_nodes) if typed is None else typed.graph.nodes(NODE)
         self._read_items(typed, [nodes, nodes])
-        self._init_loader(
-            data,
-            csc,
-            self._edges,
-            self._edges.shape[1],
-            hops,
-            transform,
-            tables,
-            options,
-            typed,
-            None if typed is None else arguments.sampling(typed, hops),
-            {} if typed is None else {"input_time_crc32": times_crc32(self._times)},
-        )
+        self._init_loader(given, csc, self._edges, hops, typed)
 
     def _read_items(self, typed: TypedGraph | None, ends: Sequence[NodeStore]) -> None:
         """Check what was given with the edges; `ends` are the nodes of sources and destinations."""
@@ -461,35 +413,16 @@ class HeteroLinkNeighborLoader(HeteroPygLoader, LinkNeighborLoader):
         ImportError: PyG is not installed; raised on import.
     """
 
-    def _read(
-        self,
-        source: Any,
-        data: Any,
-        num_neighbors: Any,
-        arguments: SamplingArguments,
-        transform: Any,
-        tables: Any,
-        options: Options,
-    ) -> None:
-        check_kind("data", source, import_pyg().data.HeteroData, "torch_geometric.data.HeteroData")
-        typed = self._typed_graph(source, arguments)
-        self._edge_type, self._edges = check_typed_edges(self.edge_label_index, source, typed.graph)
-        self._read_items(typed, [typed.graph.nodes(each) for each in self._edge_type[::2]])
-        self._init_typed_loader(
-            data,
-            typed,
-            self._edges,
-            self._edges.shape[1],
-            num_neighbors,
-            arguments.sampling(typed, num_neighbors),
-            {
-                "input_type": "__".join(self._edge_type),
-                "input_time_crc32": times_crc32(self._times),
-            },
-            transform,
-            check_typed_tables(tables, typed.graph),
-            options,
+    def _read(self, given: Given) -> None:
+        kind = import_pyg().data.HeteroData
+        check_kind("data", given.source, kind, "torch_geometric.data.HeteroData")
+        typed = self._typed_graph(given.source, given.arguments)
+        self._edge_type, self._edges = check_typed_edges(
+            self.edge_label_index, given.source, typed.graph
         )
+        self._read_items(typed, [typed.graph.nodes(each) for each in self._edge_type[::2]])
+        settings = {"input_type": "__".join(self._edge_type)}
+        self._init_typed_loader(given, typed, self._edges, settings)
 
     @property
     def input_data(self) -> Any:

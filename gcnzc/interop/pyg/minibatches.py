@@ -7,9 +7,10 @@ seed.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, cast
@@ -19,17 +20,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from gcnzc.features.table import FeatureTable
 from gcnzc.graph.hetero.times import TimeUnit
 from gcnzc.interop.column import Column
 from gcnzc.interop.drop_in import DropInLoader, LibraryBatch, as_items
 from gcnzc.interop.options import Options
-from gcnzc.interop.pyg.arguments import check_common
+from gcnzc.interop.pyg.arguments import check_common, make_options
 from gcnzc.interop.pyg.graph import Attributes, CscEdges, read_attributes
-from gcnzc.interop.pyg.hetero_arguments import Sampling, SamplingArguments
+from gcnzc.interop.pyg.hetero_arguments import Sampling, SamplingArguments, times_crc32
 from gcnzc.interop.pyg.hetero_graph import TypedGraph
 from gcnzc.interop.pyg.importing import import_pyg
-from gcnzc.interop.pyg.one_type import sample_one_type
+from gcnzc.interop.pyg.one_type import sample_one_type, to_one_type
 from gcnzc.interop.pyg.sampler import PygSampler, make_sampler, settings_of
 from gcnzc.interop.pyg.stores import StoredAttributes, has_types, is_store_pair, open_stores
 from gcnzc.kernels.buffers import Pool
@@ -44,6 +44,37 @@ _pool = Pool()
 _SAMPLED_EDGES = "_sampled_edges"
 
 
+@dataclass(frozen=True, eq=False)
+class Given:
+    """The arguments of a loader.
+
+    Attributes:
+        source: has the graph: `data`, or the structure of a pair of stores.
+        data: a `Data`, a `HeteroData`, or a pair of stores. Its attributes are read when an epoch
+            begins.
+        num_neighbors: as given by the user.
+        arguments: about sampling.
+        transform: function that is applied to each minibatch.
+        tables: feature tables, which replace attributes of `data`.
+        options: see `Options`.
+    """
+
+    source: Any
+    data: Any
+    num_neighbors: Any
+    arguments: SamplingArguments
+    transform: Any
+    tables: Any
+    options: Options
+
+
+def one_type_of(given: Given, csc: CscEdges) -> TypedGraph | None:
+    """Return the graph of a `Data` for `HeteroSampler`; None if `PygSampler` suffices."""
+    arguments = given.arguments
+    names = arguments.time_attr, arguments.weight_attr
+    return None if arguments.is_plain else to_one_type(given.source, csc, *names)
+
+
 class PygLoader(DropInLoader):
     """The base class of the PyG loaders, which yields sampled subgraphs as PyG's `Data`.
 
@@ -51,7 +82,7 @@ class PygLoader(DropInLoader):
     `input_id`, are ignored. As in PyG, `n_id` and `e_id` of `data` are sliced like its other
     attributes, and replace the ids of the sampled nodes and edges.
 
-    The constructors are those of the subclasses, which call `_init_loader`.
+    The constructors are those of the subclasses, which call `_open`.
     """
 
     _replaceable = ("data", "transform")
@@ -61,6 +92,10 @@ class PygLoader(DropInLoader):
         "num_sampled_nodes",
         "num_sampled_edges",
     )
+    # the times of the items
+    _times: Tensor | None
+    is_sorted: bool
+    filter_per_worker: bool | None
     # the attributes that a feature store gathers; None if `data` is not a pair of stores
     _stored: StoredAttributes | None = None
     # the classes for `HeteroData`, by the classes of which they are the replacements
@@ -76,39 +111,30 @@ class PygLoader(DropInLoader):
 
     def _init_loader(
         self,
-        data: Any,
+        given: Given,
         csc: CscEdges,
         items: Tensor,
-        num_items: int,
         num_neighbors: Sequence[int],
-        transform: Callable[[Any], Any] | None,
-        tables: Mapping[str, FeatureTable] | None,
-        options: Options,
         typed: TypedGraph | None,
-        sampling: Sampling | None,
-        settings: Mapping[str, int | str],
     ) -> None:
         """Create the loader.
 
         Args:
-            data: a `Data` with `edge_index`, or a pair of stores. Its attributes are read when an
-                epoch begins.
-            csc: the edges of `data` as CSC.
-            items: the nodes or edges to iterate over.
-            num_items: the number of items.
+            given: the arguments.
+            csc: the edges of the data as CSC.
+            items: the (S,) nodes or (2, S) edges to iterate over.
             num_neighbors: number of neighbours sampled at each hop, first that of the seeds.
-            transform: function that is applied to each minibatch.
-            tables: feature tables by name, which replace attributes of `data`.
-            options: see `Options`.
             typed: the graph that `HeteroSampler` samples from; None for `PygSampler`.
-            sampling: how to sample from `typed`.
-            settings: other settings that a state must have in common, as plain values.
         """
         # named like the arguments: Lightning reads these attributes to reconstruct the loader
-        self.data, self.num_neighbors, self.transform = data, num_neighbors, transform
-        self.tables = tables
-        self._typed, self._sampling, self._given_settings = typed, sampling, settings
-        DropInLoader.__init__(self, csc.graph, items, num_items, options)
+        self.data, self.num_neighbors, self.transform = given.data, num_neighbors, given.transform
+        self.tables, self._typed = given.tables, typed
+        self._sampling: Sampling | None = None
+        self._given_settings: Mapping[str, int | str] = {}
+        if typed is not None:
+            self._sampling = given.arguments.sampling(typed, num_neighbors)
+            self._given_settings = {"input_time_crc32": times_crc32(self._times)}
+        DropInLoader.__init__(self, csc.graph, items, items.shape[-1], given.options)
         self._csc = csc
         self._sampler = self._make_sampler()
         self._last_attributes: dict[str, Any] | None = None
@@ -147,30 +173,46 @@ class PygLoader(DropInLoader):
         self,
         loader_name: str,
         data: Any,
+        num_neighbors: Any,
         arguments: SamplingArguments,
         kwargs: dict[str, Any],
-        **common: Any,
-    ) -> Any:
-        """Check the arguments of both loaders, and return the data with the graph.
+        options: Mapping[str, Any],
+        *,
+        transform: Any,
+        tables: Any,
+        **unsupported: Any,
+    ) -> None:
+        """Check the arguments of both loaders, and create the loader.
 
         Args:
             loader_name: for error messages.
-            data: as given by the user.
+            data, num_neighbors, transform, tables: as given by the user.
             arguments: about sampling.
             kwargs: of the loader; `custom_cls` is removed.
-            common: see `check_common`.
-
-        Returns:
-            `data`, or that of a pair of stores.
+            options: gcnzc's own arguments, as fields of `Options`.
+            unsupported: see `check_common`.
         """
         custom_cls = kwargs.pop("custom_cls", None)
-        allowed = None if is_store_pair(data) else custom_cls
-        check_common(loader_name, **common, custom_cls=allowed)
+        check_common(
+            loader_name,
+            transform=transform,
+            is_sorted=self.is_sorted,
+            filter_per_worker=self.filter_per_worker,
+            tables=tables,
+            **unsupported,
+            custom_cls=None if is_store_pair(data) else custom_cls,
+        )
         arguments.keep_in(self)
         self.custom_cls = custom_cls
         names = (arguments.time_attr, arguments.weight_attr)
         self._stores = open_stores(data, custom_cls, names)
-        return data if self._stores is None else self._stores.structure
+        source = data if self._stores is None else self._stores.structure
+        checked = make_options(kwargs, loader_name, **options)
+        self._read(Given(source, data, num_neighbors, arguments, transform, tables, checked))
+
+    @abstractmethod
+    def _read(self, given: Given) -> None:
+        """Read the graph and the items, and create the loader."""
 
     @property
     def _time_unit(self) -> TimeUnit | None:

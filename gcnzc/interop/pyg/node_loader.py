@@ -8,21 +8,19 @@ from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.interop.drop_in import LibraryBatch
-from gcnzc.interop.options import CPU, Options
-from gcnzc.interop.pyg.arguments import check_nodes, check_num_neighbors, make_options
+from gcnzc.interop.options import CPU
+from gcnzc.interop.pyg.arguments import check_nodes, check_num_neighbors
 from gcnzc.interop.pyg.graph import to_csc
 from gcnzc.interop.pyg.hetero_arguments import (
     SamplingArguments,
     check_input_time,
     check_typed_nodes,
-    check_typed_tables,
-    times_crc32,
 )
 from gcnzc.interop.pyg.hetero_graph import TypedGraph
 from gcnzc.interop.pyg.hetero_minibatches import HeteroPygLoader, TypedLibraryBatch
 from gcnzc.interop.pyg.importing import import_pyg
-from gcnzc.interop.pyg.minibatches import NumNeighborsStub, PygLoader
-from gcnzc.interop.pyg.one_type import NODE, to_one_type
+from gcnzc.interop.pyg.minibatches import Given, NumNeighborsStub, PygLoader, one_type_of
+from gcnzc.interop.pyg.one_type import NODE
 from gcnzc.system.arguments import check_kind
 
 
@@ -108,76 +106,31 @@ class NeighborLoader(PygLoader, import_pyg().loader.NeighborLoader):  # type: ig
         self.input_nodes, self.input_id, self.input_time = input_nodes, input_id, input_time
         self.is_sorted, self.filter_per_worker = is_sorted, filter_per_worker
         arguments = SamplingArguments(
-            replace,
-            subgraph_type,
-            directed,
-            disjoint,
-            temporal_strategy,
-            time_attr,
-            weight_attr,
+            *(replace, subgraph_type, directed, disjoint),
+            *(temporal_strategy, time_attr, weight_attr),
         )
-        source = self._open(
+        options = {"seed": seed, "device": device, "rank": rank, "world_size": world_size}
+        self._open(
             "NeighborLoader",
             data,
+            num_neighbors,
             arguments,
             kwargs,
+            {**options, "threads": threads, "ahead": ahead},
             transform=transform,
-            is_sorted=is_sorted,
-            filter_per_worker=filter_per_worker,
             tables=tables,
             transform_sampler_output=transform_sampler_output,
             neighbor_sampler=neighbor_sampler,
         )
-        options = make_options(
-            kwargs,
-            "NeighborLoader",
-            seed=seed,
-            device=device,
-            rank=rank,
-            world_size=world_size,
-            threads=threads,
-            ahead=ahead,
-        )
-        self._read(source, data, num_neighbors, arguments, transform, tables, options)
 
-    def _read(
-        self,
-        source: Any,
-        data: Any,
-        num_neighbors: Any,
-        arguments: SamplingArguments,
-        transform: Any,
-        tables: Any,
-        options: Options,
-    ) -> None:
-        """Read the graph and the items, and create the loader.
-
-        Args:
-            source: has the graph: `data`, or the structure of a pair of stores.
-            data, num_neighbors, transform, tables: as given by the user.
-            arguments: about sampling.
-            options: see `Options`.
-        """
+    def _read(self, given: Given) -> None:
         self._own_fields += ("batch_size", "seed_time")
-        csc = to_csc(source, self.is_sorted and self._stores is None)
+        csc = to_csc(given.source, self.is_sorted and self._stores is None)
         self._nodes, self._ids = check_nodes(self.input_nodes, self.input_id, csc.graph.num_nodes)
-        hops = check_num_neighbors(num_neighbors, "NeighborLoader")
-        times = arguments.time_attr, arguments.weight_attr
-        typed = None if arguments.is_plain else to_one_type(source, csc, *times)
+        hops = check_num_neighbors(given.num_neighbors, "NeighborLoader")
+        typed = one_type_of(given, csc)
         self._set_times(typed, NODE)
-        self._init_loader(
-            data,
-            csc,
-            self._nodes,
-            len(self._nodes),
-            hops,
-            transform,
-            tables,
-            options,
-            typed,
-            None if typed is None else arguments.sampling(typed, hops),
-            {} if typed is None else {"input_time_crc32": times_crc32(self._times)},
-        )
+        self._init_loader(given, csc, self._nodes, hops, typed)
 
     def _set_times(self, typed: TypedGraph | None, node_type: str) -> None:
         given = self.input_time
@@ -245,34 +198,15 @@ class HeteroNeighborLoader(HeteroPygLoader, NeighborLoader):
         ImportError: PyG is not installed; raised on import.
     """
 
-    def _read(
-        self,
-        source: Any,
-        data: Any,
-        num_neighbors: Any,
-        arguments: SamplingArguments,
-        transform: Any,
-        tables: Any,
-        options: Options,
-    ) -> None:
-        check_kind("data", source, import_pyg().data.HeteroData, "torch_geometric.data.HeteroData")
-        typed = self._typed_graph(source, arguments)
+    def _read(self, given: Given) -> None:
+        kind = import_pyg().data.HeteroData
+        check_kind("data", given.source, kind, "torch_geometric.data.HeteroData")
+        typed = self._typed_graph(given.source, given.arguments)
         self._node_type, self._nodes, self._ids = check_typed_nodes(
             self.input_nodes, self.input_id, typed.graph
         )
         self._set_times(typed, self._node_type)
-        self._init_typed_loader(
-            data,
-            typed,
-            self._nodes,
-            len(self._nodes),
-            num_neighbors,
-            arguments.sampling(typed, num_neighbors),
-            {"input_type": self._node_type, "input_time_crc32": times_crc32(self._times)},
-            transform,
-            check_typed_tables(tables, typed.graph),
-            options,
-        )
+        self._init_typed_loader(given, typed, self._nodes, {"input_type": self._node_type})
 
     @property
     def input_data(self) -> Any:
