@@ -268,7 +268,7 @@ def test_edges_may_be_given_by_type(data):
         ({"edge_label_index": (BUYS, torch.rand(2, 3))}, "float32"),
         ({"edge_label": torch.ones(5)}, "edge_label is .* for 200 edges"),
         ({"edge_label": torch.ones(EDGES), "neg_sampling": "triplet"}, "triplets have no labels"),
-        ({"input_id": torch.arange(3)}, "input_id is .* for 200 items"),
+        ({"input_id": torch.arange(3)}, "input_id is .* of 200 items"),
         ({"time_attr": "at"}, "time_attr was given, but .edge_label_time. is not set"),
         ({"edge_label_time": torch.ones(EDGES)}, "edge_label_time was given without time_attr"),
         (
