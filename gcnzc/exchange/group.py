@@ -303,12 +303,6 @@ class Group:
         """The number of scratch and staging buffers that have been allocated."""
         return sum(channel.buffers.num_allocated for channel in self._channels.values())
 
-    def free_buffers(self) -> None:
-        """Free the buffers that no request is using."""
-        for channel in self._channels.values():
-            for buffers in channel.buffers.free.values():
-                buffers.clear()
-
     def run(self, algorithm: Algorithm[T]) -> T:
         """Run a distributed algorithm; see `gcnzc.exchange.run`.
 

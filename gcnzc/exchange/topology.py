@@ -370,32 +370,6 @@ def metropolis_weights(world_size: int, edges: Sequence[Edge]) -> Matrix:
     return matrix + np.diag(1 - matrix.sum(1))
 
 
-def pair_mixing(world_size: int, matching: Iterable[Edge]) -> Matrix:
-    """Return the mixing matrix (W, W) with which the two ranks of each pair take their mean."""
-    matrix = np.eye(world_size)
-    for low, high in matching:
-        matrix[[low, low, high, high], [low, high, low, high]] = 0.5
-    return matrix
-
-
-def expected_mixing(world_size: int, matchings: Iterable[Sequence[Edge]]) -> Matrix:
-    """Return the mean (W, W) of M^T M over mixing matrices M of matchings, M = `pair_mixing`.
-
-    M is a projection, so that M^T M = M.
-    """
-    matrices = (pair_mixing(world_size, each) for each in matchings)
-    return np.asarray(np.mean(list(matrices), axis=0))
-
-
-def second_eigenvalue(mixing: Matrix) -> float:
-    """Return the second largest eigenvalue of a symmetric matrix (W, W); 0 for one rank.
-
-    That of `expected_mixing` is the factor by which the expected squared distance of the ranks from
-    their mean decreases per round.
-    """
-    return float(np.linalg.eigvalsh(mixing)[-2]) if len(mixing) > 1 else 0.0
-
-
 def laplacian(
     world_size: int, edges: Iterable[Edge], rates: Mapping[Edge, float] | float = 1.0
 ) -> Matrix:

@@ -6,6 +6,7 @@ import torch
 from optim.models import Everything, batches, loss_of
 
 from gcnzc.exchange import Group, lockstep
+from gcnzc.optim import CO2, AllRanks
 from gcnzc.optim.local.sync_interval import Clocks
 
 
@@ -42,6 +43,22 @@ def team(world_size, make, inner=sgd, dtype=torch.float64):
         for rank, model in enumerate(models)
     ]
     return models, optimizers
+
+
+def sent_by_step(optimizer):
+    """Return the bytes that a rank sends for an outer step of DiLoCo or CO2, by formula."""
+    exchange, others = optimizer.recipe.exchange, optimizer.group.world_size - 1
+    is_co2 = isinstance(optimizer, CO2)
+    mean, size = exchange.exchange if is_co2 else exchange, optimizer.flat_params.dtype.itemsize
+    if isinstance(mean, AllRanks):
+        distances = is_co2 and optimizer.recipe.policy.step.gap.is_measured
+        return mean.bytes_sent() + 8 * others * distances
+    extras = optimizer.extras
+    if is_co2:
+        # a distance with each shard, and the sum of the extras
+        summed = 2 * others * extras * size // (others + 1)
+        return others * (2 * mean.shard_size + 1) * size + summed
+    return others * (2 * mean.shard_size + extras) * size
 
 
 def gradients_of(model, optimizer, rows):

@@ -168,10 +168,8 @@ def test_bytes_are_as_stated(dtype):
     pairs = zip(models, optimizers, strict=True)
     found = lockstep([taught(model, optimizer, 15) for model, optimizer in pairs])
     count = optimizers[0].flat_params.num_elements
-    for ledger, optimizer in zip(found.ledgers, optimizers, strict=True):
-        stated = 15 * optimizer.recipe.exchange.bytes_sent()
-        assert stated == 15 * (count + 1) * dtype.itemsize
-        assert ledger.bytes_sent == stated
+    for ledger in found.ledgers:
+        assert ledger.bytes_sent == 15 * (count + 1) * dtype.itemsize
     expected = 2 * count * dtype.itemsize
     assert optimizers[0].recipe.update.state_bytes == expected
 

@@ -24,7 +24,7 @@ from gcnzc.exchange import (
 )
 from gcnzc.exchange.topology import is_connected
 from gcnzc.optim import LocalSGD, Strategy, backup_workers
-from gcnzc.optim.strategy.gossip_graph import make_graph
+from gcnzc.optim.strategy.gossip_graph import GossipGraph
 from gcnzc.optim.strategy.rounds import RankStatus, RoundRules, StatusKind
 
 LR = 0.1
@@ -142,7 +142,7 @@ def test_equally_fast_ranks_on_a_complete_graph_are_local_sgd(world_size):
     for each in optimizers if world_size > 1 else ():
         last = each.recipe.policy.last
         assert (last.round, last.members) == (12, tuple(range(world_size)))
-        assert each.recipe.policy.num_rounds == last.epochs == 12
+        assert each.recipe.policy.last.round == last.epochs == 12
 
 
 def reference(world_size, graph, times):
@@ -150,7 +150,7 @@ def reference(world_size, graph, times):
 
     The ranks wait for one another in the first step.
     """
-    edges = make_graph(graph, world_size)
+    edges = GossipGraph(graph).edges(world_size)
     # of a ring and of a complete graph, the depth-first tree is a path
     tree = {(rank, rank + 1) for rank in range(world_size - 1)}
     targets = np.array([[1.0, -2.0, 3.0]]) * np.arange(1, world_size + 1)[:, None]
@@ -211,7 +211,7 @@ def test_stragglers_delay_few_rounds(graph):
     times = stragglers(8, 60, seed=0)
     full_s = sum(max(each) for each in zip(*times, strict=True))
     ranks, outcome = run_team(times, Link(1e6, 1e-4), store_s=2e-4, topology=graph)
-    epochs = check_rounds(ranks, make_graph(graph, 8))
+    epochs = check_rounds(ranks, GossipGraph(graph).edges(8))
     assert epochs >= 10
     # in a run the time of the slowest rank's own steps is a lower limit
     assert max(map(sum, times)) <= max(outcome.seconds) < 0.75 * full_s
@@ -250,7 +250,7 @@ def test_all_ranks_wait_after_each_wait_interval():
     assert found[0][1] == [8] * 5
     for other in found[1:]:
         assert other == found[0]
-    check_rounds(ranks, make_graph("ring", 5))
+    check_rounds(ranks, GossipGraph("ring").edges(5))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e200])
@@ -284,7 +284,7 @@ def test_parameters_that_are_not_finite_do_not_spread(bad):
 def test_bytes_are_those_of_the_members_edges():
     times = stragglers(6, 20, seed=5)
     ranks, outcome = run_team(times, topology="4-regular", control_interval=1000)
-    rules = RoundRules(6, make_graph("4-regular", 6))
+    rules = RoundRules(6, GossipGraph("4-regular").edges(6))
     for rank, (each, ledger) in enumerate(zip(ranks, outcome.ledgers, strict=True)):
         num_messages = sum(len(rules.peers(closed, rank)) for closed in each.rounds)
         assert ledger.entries["Send"].messages == num_messages
@@ -341,7 +341,7 @@ def test_random_schedules_end(seed):
         control_interval=choose.randint(1, 8),
         wait_interval=choose.choice([None, 1, 3]),
     )
-    check_rounds(ranks, make_graph(graph, world_size))
+    check_rounds(ranks, GossipGraph(graph).edges(world_size))
     for each in ranks:
         assert torch.equal(each.x, ranks[0].x)
         assert len(each.rounds) == steps
@@ -409,7 +409,7 @@ def test_a_resumed_run_continues_the_epoch_of_the_latest_round():
 
 
 def test_rules_of_closing():
-    rules = RoundRules(4, make_graph("ring", 4))
+    rules = RoundRules(4, GossipGraph("ring").edges(4))
     assert rules.tree == ((0, 1), (1, 2), (2, 3))
     begin = rules.begin()
 

@@ -11,6 +11,7 @@ from optim.local import (
     gradients_of,
     mean_of,
     saved,
+    sent_by_step,
     sgd,
     taught,
     team,
@@ -333,7 +334,7 @@ def test_bytes_and_requests_are_as_stated(options, requests):
     )
     for ledger, optimizer in zip(found.ledgers, optimizers, strict=True):
         # ring's parts differ by an element
-        assert abs(ledger.bytes_sent - 3 * optimizer.bytes_per_round) <= 3 * 6 * 4
+        assert abs(ledger.bytes_sent - 3 * sent_by_step(optimizer)) <= 3 * 6 * 4
         assert ledger.requests == 3 * requests
 
 
@@ -418,7 +419,7 @@ def waited(options, step_s, exchange_s, rounds=8, each=4):
             gradients_of(model, optimizer, rows)
             yield from optimizer.algorithm()
 
-    link = Link(optimizers[0].bytes_per_round / exchange_s)
+    link = Link(sent_by_step(optimizers[0]) / exchange_s)
     found = lockstep([steps(*pair) for pair in zip(models, optimizers, strict=True)], link)
     return max(found.exchange_s), vector_of(models[0])
 

@@ -72,13 +72,13 @@ def test_two_bits_per_element_are_sent_and_suffice():
     _, (first, *_), outcome, right = learn(4, 60, every(6))
     # ten synchronizations, and the comparison of options before the first
     count = first.flat_params.num_elements
-    first_bytes = outcome.ledgers[0].bytes_sent - 10 * first.bytes_per_synchronization
-    assert first.bytes_per_synchronization == INT2.bytes_sent(count, 4, first.extras)
+    sent = INT2.bytes_sent(count, 4, first.extras)
+    first_bytes = outcome.ledgers[0].bytes_sent - 10 * sent
     torch.set_rng_state(state)
     _, (dense, *_), whole, exact = learn(4, 60, every(6, compress=Dense()))
-    assert whole.ledgers[0].bytes_sent - 10 * dense.bytes_per_synchronization == first_bytes
-    share = first.bytes_per_synchronization / dense.bytes_per_synchronization
-    assert share == pytest.approx((2 + 32 / 256) / 32, rel=0.03)
+    dense_sent = Dense().bytes_sent(count, 4, dense.extras)
+    assert whole.ledgers[0].bytes_sent - 10 * dense_sent == first_bytes
+    assert sent / dense_sent == pytest.approx((2 + 32 / 256) / 32, rel=0.03)
     assert right > exact - 0.06 > 0.8
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from optim.local import (
     all_equal,
+    sent_by_step,
     sgd,
     team,
     train,
@@ -161,10 +162,7 @@ def test_stated_bytes_of_layers_equal_the_ledger(make):
     lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     found = train(models, optimizers, 2)
     lockstep([optimizer.finish_pending_algorithm() for optimizer in optimizers])
-    stated = getattr(optimizers[0], "bytes_per_synchronization", None) or (
-        optimizers[0].bytes_per_round
-    )
-    assert {ledger.bytes_sent for ledger in found.ledgers} == {stated}
+    assert {ledger.bytes_sent for ledger in found.ledgers} == {sent_by_step(optimizers[0])}
 
 
 @pytest.mark.parametrize("compress", [TopK(0.2, "layer"), RandomK(0.2), Threshold(0.2)])

@@ -285,18 +285,3 @@ class CO2(Strategy):
             eager=eager,
         )
         super().__init__(inner, recipe, group, **options)
-
-    @property
-    def bytes_per_round(self) -> int:
-        """Bytes that this rank sends for an outer step, by formula as `Compression.bytes_sent`."""
-        exchange, policy = self.recipe.exchange, self.recipe.policy
-        assert isinstance(exchange, Delayed), "no other exchange is in the recipe"
-        assert isinstance(policy, Rounds), "no other policy is in the recipe"
-        workers, mean = self.group.world_size, exchange.exchange
-        if isinstance(mean, AllRanks):
-            distances = 8 * (workers - 1) if policy.step.gap.is_measured else 0
-            return distances + mean.bytes_sent()
-        assert isinstance(mean, PaddedShards), "other means are not in the recipe"
-        size = self.flat_params.dtype.itemsize
-        extras = 2 * (workers - 1) * self.extras * size // workers
-        return (workers - 1) * (2 * mean.shard_size + 1) * size + extras

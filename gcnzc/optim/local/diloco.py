@@ -153,13 +153,3 @@ class DiLoCo(Strategy):
             name=type(self).__name__,
         )
         super().__init__(inner, recipe, group, **options)
-
-    @property
-    def bytes_per_synchronization(self) -> int:
-        """Bytes that this rank sends for an outer step."""
-        exchange = self.recipe.exchange
-        if isinstance(exchange, AllRanks):
-            return exchange.bytes_sent()
-        assert isinstance(exchange, Shards), "no other exchange is in the recipe"
-        size = self.flat_params.dtype.itemsize
-        return (self.group.world_size - 1) * (2 * exchange.shard_size + self.extras) * size

@@ -120,14 +120,3 @@ class StreamingDiLoCo(Strategy):
             alone=alone,
         )
         super().__init__(inner, recipe, group, **options)
-
-    @property
-    def bytes_per_window(self) -> int:
-        """Bytes that this rank sends in H steps."""
-        exchange = self.recipe.exchange
-        assert isinstance(exchange, FragmentExchanges), "no other exchange is in the recipe"
-        world_size, extras = self.group.world_size, self.extras
-        return sum(
-            exchange.compress.bytes_sent(step.num_elements, world_size, extras)
-            for step in exchange.update.steps
-        )

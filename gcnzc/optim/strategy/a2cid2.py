@@ -20,7 +20,7 @@ from functools import partial
 
 from gcnzc.exchange.topology import Edge
 from gcnzc.optim.defaults import MAX_GOSSIP_RATE
-from gcnzc.optim.strategy.gossip_graph import GossipGraph, as_edges
+from gcnzc.optim.strategy.gossip_graph import GossipGraph
 from gcnzc.optim.strategy.gossip_times import GossipTimes
 from gcnzc.optim.strategy.matched_gossip import GossipRounds, MatchedPairs
 from gcnzc.optim.strategy.overlapped_gossip import OverlappedPairs
@@ -53,8 +53,9 @@ def a2cid2(
     batches.
 
     Args:
-        topology: the graph of the ranks: "ring", "exponential", "complete", or edges (i, j) that
-            connect all ranks. A rank exchanges with its neighbours in the graph only.
+        topology: the graph of the ranks: "ring", "exponential", "complete", a regular graph such
+            as "4-regular", or edges (i, j) that connect all ranks. A rank exchanges with its
+            neighbours in the graph only.
         gossip_rate: the number of exchanges per rank and step, at most 1,000, because a step takes
             the time of all its exchanges. With `asynchronous=True` it is an upper limit: an
             exchange takes at least a step.
@@ -71,7 +72,7 @@ def a2cid2(
     check_count("control_interval", control_interval, 1)
     if eta is not None:
         check_at_least_zero("eta", eta)
-    graph = GossipGraph(topology if isinstance(topology, str) else as_edges(topology))
+    graph = GossipGraph(topology)
     policy: Policy
     exchange: Exchange
     if asynchronous:

@@ -32,7 +32,7 @@ from gcnzc.exchange.topology import Edge
 from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.group_options import find_difference
 from gcnzc.optim.state_layout import SavedTensor, saved_world_size
-from gcnzc.optim.strategy.gossip_graph import make_graph, parse_topology
+from gcnzc.optim.strategy.gossip_graph import GossipGraph
 from gcnzc.optim.strategy.recipe import Policy
 from gcnzc.optim.strategy.rounds import ClosedRound, RankStatus, RoundRules, StatusKind
 from gcnzc.optim.strategy.strategy import Strategy
@@ -66,7 +66,7 @@ class CloseRounds(Policy):
         check_count("control_interval", control_interval, 1)
         if wait_interval is not None:
             check_count("wait_interval", wait_interval, 1)
-        self.topology = parse_topology(topology)
+        self.graph = GossipGraph(topology)
         self.grace, self.wait_interval = grace, wait_interval
         self.control_interval = control_interval
         self.status = b""
@@ -96,7 +96,7 @@ class CloseRounds(Policy):
         super().attach(strategy)
         world_size = strategy.group.world_size
         if world_size > 1:
-            self.rules = RoundRules(world_size, make_graph(self.topology, world_size))
+            self.rules = RoundRules(world_size, self.graph.edges(world_size))
             self.last = self.rules.begin()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -115,14 +115,9 @@ class CloseRounds(Policy):
     def describe(self) -> str:
         """See `Policy`."""
         return (
-            f"topology={self.topology}, grace={self.grace}, "
+            f"topology={self.graph.topology}, grace={self.grace}, "
             f"control_interval={self.control_interval}, wait_interval={self.wait_interval}"
         )
-
-    @property
-    def num_rounds(self) -> int:
-        """The number of closed rounds up to the last one that this rank has read."""
-        return self.last.round
 
     @property
     def grace_s(self) -> float:

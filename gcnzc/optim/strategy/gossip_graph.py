@@ -25,34 +25,39 @@ _REGULAR = re.compile(r"(\d+)-regular")
 
 @dataclass(frozen=True)
 class GossipGraph:
-    """The graph of a gossip algorithm: one of `GRAPHS`, or the edges of a connected graph.
+    """The graph of a gossip algorithm: one of `GRAPHS`, "k-regular", or edges that connect it.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or an edge is not a pair of integers.
     """
 
-    topology: str | tuple[Edge, ...]
-    """a name in `GRAPHS`, or the edges"""
+    topology: str | Iterable[Edge]
+    """a name, or the edges"""
 
     def __post_init__(self) -> None:
-        if isinstance(self.topology, str) and self.topology not in GRAPHS:
+        if not isinstance(self.topology, str):
+            object.__setattr__(self, "topology", as_edges(self.topology))
+        elif self.topology not in GRAPHS and not _REGULAR.fullmatch(self.topology):
             names = ", ".join(map(repr, GRAPHS))
             raise ValueError(
-                f"topology is {self.topology!r}\n\nhint: use one of {names}, or edges such as "
-                "[(0, 1), (1, 2)]"
+                f"topology is {self.topology!r}\n\nhint: use one of {names}, a number of neighbors "
+                "as in '4-regular', or edges such as [(0, 1), (1, 2)]"
             )
 
     def edges(self, world_size: int) -> list[Edge]:
         """Return the edges for W ranks; none for a single rank.
 
         Raises:
-            ValueError: the given edges do not connect the ranks, or have ranks that do not exist.
+            ValueError: there is no such graph of so many ranks: the given edges do not connect
+                them, or have ranks that do not exist.
         """
         if world_size == 1:
             return []
-        if isinstance(self.topology, str):
-            return GRAPHS[self.topology](world_size)
-        return check_graph(world_size, self.topology)
+        if not isinstance(self.topology, str):
+            return check_graph(world_size, self.topology)
+        if degree := _REGULAR.fullmatch(self.topology):
+            return regular(world_size, int(degree[1]))
+        return GRAPHS[self.topology](world_size)
 
     def rates(self, world_size: int, rate: float) -> dict[Edge, float]:
         """Return the exchanges per step of each edge, if each rank starts them edge by edge.
@@ -121,36 +126,3 @@ def compute_momentum(
     chi_1, chi_2 = inverse_connectivity(matrix), maximal_resistance(matrix, rates)
     computed = 1 / (2 * (chi_1 * chi_2) ** 0.5)
     return MomentumConstants(computed if eta is None else eta, (chi_1 / chi_2) ** 0.5 / 2)
-
-
-def make_graph(topology: str | Iterable[Edge], world_size: int) -> list[Edge]:
-    """Return the edges of a graph of W ranks; see `backup_workers`.
-
-    Args:
-        topology: the result of `parse_topology`.
-        world_size: W.
-
-    Raises:
-        ValueError: there is no such graph of so many ranks.
-    """
-    if not isinstance(topology, str):
-        return check_graph(world_size, topology)
-    if degree := _REGULAR.fullmatch(topology):
-        return regular(world_size, int(degree[1]))
-    return GRAPHS[topology](world_size)
-
-
-def parse_topology(topology: str | Iterable[Edge]) -> str | list[Edge]:
-    """Return the name or the edges of a graph, after a check that does not need the ranks.
-
-    Raises:
-        ValueError: the name is unknown, or an edge is not a pair of integers.
-    """
-    if not isinstance(topology, str):
-        return list(as_edges(topology))
-    if topology not in GRAPHS and not _REGULAR.fullmatch(topology):
-        raise ValueError(
-            f"topology is {topology!r}\n\nhint: use {', '.join(GRAPHS)}, a number of neighbors as "
-            "in 4-regular, or edges (i, j) of ranks"
-        )
-    return topology

@@ -134,8 +134,3 @@ class MatchedPairs(Exchange):
             return None
         own, other = sent[:count], received[:count]
         return other if not is_own_usable else own.add_(other).mul_(0.5)
-
-    def bytes_sent(self) -> int:
-        """Return the bytes that this rank sends in a round in which it has a peer, by formula."""
-        strategy = self.strategy
-        return (strategy.recipe.update.num_elements + 1) * strategy.flat_params.dtype.itemsize

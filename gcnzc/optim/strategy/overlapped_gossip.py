@@ -318,11 +318,6 @@ class OverlappedPairs(Exchange):
         if kinds[1] == MessageKind.USABLE and not self.update.is_usable():
             self.update.replace(other[:count].to(device))
 
-    def bytes_sent(self) -> int:
-        """Return the bytes that this rank sends for an exchange, by formula."""
-        flat_params = self.strategy.flat_params
-        return (self.update.num_elements + EXTRAS) * flat_params.dtype.itemsize
-
 
 def color_ranks(world_size: int, edges: Sequence[Edge]) -> list[int]:
     """Return a colour (from 0 on) for each rank, different from those of its neighbours."""

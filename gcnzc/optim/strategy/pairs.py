@@ -123,10 +123,6 @@ class Pairs(Exchange):
             return (yield Receive(own, peer))
         return None
 
-    def bytes_sent(self) -> int:
-        """Return the bytes that a rank with a peer sends for a mean, by formula."""
-        return self.num_exchanged * self.strategy.flat_params.dtype.itemsize
-
 
 class PairMean(Update):
     """Exchange the parameters, and set those of this rank to the mean with its peer."""
