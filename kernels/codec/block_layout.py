@@ -38,7 +38,9 @@ class BlockLayout:
         if self.block is not None and (
             not isinstance(self.block, int) or self.block < 1 or self.block % PART_MULTIPLE
         ):
-            raise ValueError(f"blocks of {self.block!r} elements")
+            raise ValueError(
+                f"blocks of {self.block!r} elements, not a multiple of {PART_MULTIPLE}"
+            )
 
     @cached_property
     def part_elements(self) -> int:

@@ -113,7 +113,7 @@ def test_sums_of_rounded_elements_are_not_rounded(dtype):
         ),
         (
             {"number_format": "int8", "block": 100},
-            r"blocks of 100 elements\n\nhint: use a multiple of 32",
+            r"blocks of 100 elements, not a multiple of 32",
         ),
         ({"number_format": "int8", "seed": -1}, r"no seed -1\n\nhint: use 0"),
         ({"number_format": "int8", "seed": 2**32}, r"no seed 4294967296\n\nhint: use 0"),
