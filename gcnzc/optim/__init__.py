@@ -1,6 +1,5 @@
 """Optimizers that exchange gradients or updates between ranks."""
 
-from gcnzc.optim.base import DistributedOptimizer
 from gcnzc.optim.ddp import keep_gradients_local
 from gcnzc.optim.embedding.base import RowOptimizer
 from gcnzc.optim.embedding.rules import SparseAdagrad, SparseAdam, SparseSGD
@@ -11,6 +10,7 @@ from gcnzc.optim.local.local_sgd import LocalSGD, local_sgd
 from gcnzc.optim.local.muloco import MuLoCo
 from gcnzc.optim.local.sparse_loco import SparseLoCo
 from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo, streaming_diloco
+from gcnzc.optim.method import DistributedOptimizer
 from gcnzc.optim.muon import Muon
 from gcnzc.optim.resize import resize_state
 from gcnzc.optim.state_layout import SavedTensor

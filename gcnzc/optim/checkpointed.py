@@ -1,75 +1,115 @@
-"""The state of a distributed optimizer: reducers by name, snapshots, and state dicts."""
+"""The base class of optimizers that save and load their state by methods of their own."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gcnzc.compress import Reducer
-from gcnzc.exchange import Group
-from gcnzc.optim.group_options import Comparison, format_norms
-from gcnzc.optim.resize import check_mapping, check_state_dict_options, pack_state, unpack_state
+from gcnzc.exchange import Algorithm, Caller, Group, RequestMismatch, WorkerLost
+from gcnzc.optim.group_options import format_norms
+from gcnzc.optim.method import DistributedOptimizer
+from gcnzc.optim.resize import check_mapping, unpack_state
+from gcnzc.optim.state import Field
 from gcnzc.optim.state_layout import check_layout, check_param_groups, check_section
 from gcnzc.optim.validation import check_rank
 
 
-class Checkpointed(Optimizer):
-    """Base class of `DistributedOptimizer` that saves and loads the state of an optimizer."""
+class Checkpointed(DistributedOptimizer):
+    """A `DistributedOptimizer` whose state is not declared.
 
-    group: Group
-    comparison: Comparison
-    steps: int
-    """number of steps taken"""
-    loaded: str
-    """description of the state that was loaded last, which ranks compare"""
-    loaded_norms: str
-    """norms of its tensors that are equal on all ranks, which ranks compare too"""
-    reducers: dict[str, Reducer]
-    """reducers by name; checkpoints have their compression errors, which are this rank's own"""
+    Its constructor does not start: a subclass calls `connect` at the end of its own.
+    """
 
-    @property
-    def name(self) -> str:
-        """The name of the type of optimizer, in messages, states and headers of requests."""
-        return type(self).__name__
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        group: Group | None,
+        signals: int,
+        module: nn.Module | None = None,
+        total_steps: int | None = None,
+    ) -> None:
+        self.steps = self.skipped = 0
+        self.extra_sums: Sequence[float] = ()
+        """the sums of the extras over all ranks that `take_step` received, beginning with the
+        common ones; empty if it received them itself or did not exchange"""
+        super().__init__(
+            params, defaults, group, signals=signals, module=module, total_steps=total_steps
+        )
+
+    def start(self) -> None:
+        """See `DistributedOptimizer`; does nothing."""
+
+    def declare(self) -> list[Field]:
+        """See `DistributedOptimizer`."""
+        return []
+
+    def algorithm(self) -> Algorithm[None]:
+        """See `DistributedOptimizer`; `take_step` returns why all ranks skipped the step."""
+        caller_before = yield Caller(self.identity)
+        self.check_dtypes()
+        self.begin_step()
+        if not self.is_broadcast:
+            yield from self.broadcast_model_algorithm()
+        self.skip_reason = ""
+        self.received_signals = [False] * len(self.received_signals)
+        self.extra_sums = ()
+        try:
+            skip_reason = yield from self.take_step()
+        except RuntimeError as error:
+            if not isinstance(error, RequestMismatch | WorkerLost):
+                self.check_layouts()
+            raise
+        self.end_step(skip_reason)
+        if self.comparison.is_due and (yield from self.compare_algorithm()):
+            self.check_trainable()
+        yield Caller(caller_before)
+
+    def begin_step(self) -> None:
+        """Check that a single rank has the parameters of the construction; see `algorithm`."""
+        if self.group.world_size == 1:
+            self.check_trainable()
 
     @abstractmethod
-    def check_loaded_options(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Check the options of the parameter groups of a state, before it is loaded."""
+    def take_step(self) -> Algorithm[str]:
+        """Exchange and update the parameters; a part of `algorithm`.
 
-    def fill_state(self) -> None:
-        """Add an empty entry to `state` for each parameter.
-
-        Otherwise torch.distributed.checkpoint would call `step` to initialize the state.
+        Returns:
+            Why all ranks skipped the step; empty if they took it.
         """
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state.setdefault(parameter, {})
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank in the layout of torch's optimizers.
+    def end_step(self, skip_reason: str) -> None:
+        """Count a step that all ranks took or skipped, and receive its common extras.
 
-        `state` has the step count of each trained parameter. Its entry for the first trained
-        parameter also has, as bytes, the state that is the same on all ranks, and the state of this
-        rank, such as its compression errors. The key of the latter contains the rank, because
-        torch.distributed.checkpoint saves an entry with the same key on several ranks only once.
-
-        Raises:
-            ValueError: the option `full_state_dict` or `flatten_optimizer_state_dict` of torch's
-                `get_optimizer_state_dict` or `set_optimizer_state_dict` is set.
+        Args:
+            skip_reason: the result of `take_step`.
         """
-        check_state_dict_options()
-        return pack_state(self.name, self.snapshot(), self.param_groups)
+        self.skip_reason = skip_reason
+        if skip_reason:
+            self.skipped += 1
+            return
+        if self.extra_sums:
+            self.receive_common(self.extra_sums)
+        self.steps += 1
+        if self.steps == self.late_step:
+            self.warn_of_late_phase()
+
+    def layout_lines(self) -> list[str]:
+        """See `DistributedOptimizer`."""
+        return []
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """The names and tensors to broadcast: all parameters, and the module's dense buffers."""
+        return super().tensors_to_broadcast()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the attributes of a copy."""
+        Optimizer.__setstate__(self, state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a `state_dict` or `snapshot` of this rank, or a result of `resize_state`.
-
-        Raises:
-            ValueError: the state belongs to another rank, number of ranks, type of optimizer or
-                model, is damaged, or has an option that is out of its range. Nothing is loaded
-                then.
-        """
+        """See `DistributedOptimizer`."""
         snapshot = unpack_state(self.name, state_dict, self.group.rank)
         inner = snapshot.get("inner", snapshot)
         check_mapping(inner, "param_groups")
@@ -78,11 +118,6 @@ class Checkpointed(Optimizer):
         self.restore(snapshot)
         self.loaded_norms = format_norms(snapshot.get("shared", {}))
         self.mark_loaded()
-
-    def mark_loaded(self) -> None:
-        """Request a comparison with the other ranks, which must have loaded a state too."""
-        self.loaded = f"of step {self.steps}"
-        self.comparison.is_requested = True
 
     @abstractmethod
     def snapshot(self) -> dict[str, Any]:

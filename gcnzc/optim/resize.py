@@ -2,8 +2,9 @@
 
 The compression errors are preserved: the mean of the ranks' worker errors is added to the server
 errors, which are sharded again for the new number of ranks. If the compression has no server
-errors, the mean becomes the worker error of every new rank. If the replicas were out of sync, as
-between two synchronizations, every new rank starts from their mean.
+errors, the mean becomes the worker error of every new rank. Each value that is a rank's own is
+converted by its rule, which is saved with it; see `gcnzc.optim.state`. If the replicas were out of
+sync, as between two synchronizations, every new rank starts from their mean.
 """
 
 import inspect
@@ -23,7 +24,7 @@ OWN = "of rank {rank} of {world_size}"
 # key of the number of ranks that saved a state; only in a state of another number of ranks
 RESIZED_FROM = "resized_from"
 # keys of a snapshot that belong to the first of them
-COMMON_KEYS = ("optimizer", "shared", "layout")
+COMMON_KEYS = ("optimizer", "shared", "layout", "resize")
 
 
 def pack_state(
@@ -41,7 +42,8 @@ def pack_state(
     """
     numbered: list[dict[str, Any]] = []
     state: dict[int, dict[str, Any]] = {}
-    step = snapshot["shared"].get("numbers", {}).get("steps", 0)
+    shared = snapshot["shared"]
+    step = shared.get("numbers", shared).get("steps", 0)
     first = 0
     for group in groups:
         parameters = group["params"]
@@ -51,7 +53,8 @@ def pack_state(
         numbers = list(range(first, first := first + len(parameters)))
         numbered.append({**group, "params": numbers})
     common = {name: value for name, value in snapshot.items() if name in COMMON_KEYS}
-    own = {name: value for name, value in snapshot.items() if name not in COMMON_KEYS}
+    excluded = (*COMMON_KEYS, "param_groups") if "resize" in snapshot else COMMON_KEYS
+    own = {name: value for name, value in snapshot.items() if name not in excluded}
     own_key = OWN.format(rank=snapshot["rank"], world_size=snapshot["world_size"])
     holder = state.setdefault(min(state, default=0), {})
     holder[COMMON] = _to_bytes({"optimizer": optimizer, **common})
@@ -150,6 +153,8 @@ def unpack_state(
             "hint: load the complete result of `state_dict` on this rank"
         )
     snapshot = {**_from_bytes(holder[COMMON]), **_from_bytes(found[next(iter([*wanted, *found]))])}
+    if "resize" in snapshot:
+        return {**snapshot, "param_groups": state_dict.get("param_groups")}
     kind = snapshot.pop("optimizer")
     if optimizer and kind != optimizer:
         raise ValueError(
@@ -258,14 +263,21 @@ def resize_state(states: Sequence[Mapping[str, Any]], rank: int, world_size: int
             f"states of ranks {ranks} of {[state['world_size'] for state in states]}\n\nhint: "
             "give the states of all ranks, in the order of ranks"
         )
-    if len({repr(state["shared"].get("numbers")) for state in states}) > 1:
+    if len({repr(_plain_values(state["shared"])) for state in states}) > 1:
         raise ValueError("states of different steps\n\nhint: give the states of one checkpoint")
     if world_size == len(states):
         return dict(states[rank])
     first = dict(states[0])
     first |= {"rank": rank, "world_size": world_size}
     first.setdefault(RESIZED_FROM, len(states))
-    first["local"] = _mean([state["local"] for state in states])
+    if "resize" in first:
+        first["local"] = {
+            name: _convert(rule, [s["local"][name] for s in states if name in s["local"]], rank)
+            for name, rule in first["resize"].items()
+            if name in first["local"] and rule != "drop"
+        }
+    else:
+        first["local"] = _mean([state["local"] for state in states])
     if "inner" in first:
         first["inner"] = _mean([state["inner"] for state in states])
     first["shards"] = {
@@ -276,6 +288,29 @@ def resize_state(states: Sequence[Mapping[str, Any]], rank: int, world_size: int
         name: _fold_errors([state["errors"][name] for state in states], rank, world_size)
         for name in first["errors"]
     }
+    return first
+
+
+def _plain_values(shared: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values of a state that are no tensors, which are equal on all ranks."""
+    if "numbers" in shared:
+        return dict(shared["numbers"])
+    return {name: value for name, value in shared.items() if not isinstance(value, Tensor)}
+
+
+def _convert(rule: str, values: Sequence[Any], rank: int) -> Any:
+    """Return a new rank's value by its rule: a tensor, a number, or an inner optimizer's state."""
+    first = values[0]
+    if rule == "mean" and isinstance(first, int | float) and not isinstance(first, bool):
+        mean = sum(values) / len(values)
+        return type(first)(round(mean) if isinstance(first, int) else mean)
+    if rule == "mean":
+        return _mean(values)
+    if rule == "sum" and isinstance(first, Tensor):
+        total = torch.stack([value.double() for value in values]).sum(dim=0)
+        return (total * (rank == 0)).to(first.dtype)
+    if rule == "sum":
+        return type(first)(sum(values) if rank == 0 else 0)
     return first
 
 

@@ -4,11 +4,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gcnzc.exchange import Group
-from gcnzc.optim.base import DistributedOptimizer
+from gcnzc.optim.checkpointed import Checkpointed
 from gcnzc.optim.validation import check_inner
 
 
-class Wrapper(DistributedOptimizer):
+class Wrapper(Checkpointed):
     """The base class of optimizers that wrap an optimizer of torch, which updates the parameters.
 
     The wrapper shares the inner optimizer's parameter groups and state, so learning rate schedulers

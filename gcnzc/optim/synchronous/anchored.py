@@ -15,8 +15,8 @@ from torch import Tensor
 
 from gcnzc.compress import Dense
 from gcnzc.exchange import Algorithm
-from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.flat_parameters import GroupSlice
+from gcnzc.optim.method import identify_caller
 from gcnzc.optim.synchronous.masked import Masked
 from gcnzc.optim.synchronous.settling import SettlingElements
 

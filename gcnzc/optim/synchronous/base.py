@@ -21,7 +21,7 @@ from gcnzc.compress import Compression, Dense, Reducer
 from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, AllGather, Group
 from gcnzc.kernels.finite import mark_large, square_limit
-from gcnzc.optim.base import DistributedOptimizer
+from gcnzc.optim.checkpointed import Checkpointed
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.resize import check_mapping
@@ -29,7 +29,7 @@ from gcnzc.optim.state_layout import check_group_lengths, check_value
 from gcnzc.optim.validation import check_above_zero, check_adam_options
 
 
-class Replicated(DistributedOptimizer):
+class Replicated(Checkpointed):
     """The base class of optimizers that keep the replicas in sync at every exchange.
 
     Args:

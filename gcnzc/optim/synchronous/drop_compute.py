@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Compression
 from gcnzc.exchange import Algorithm, Group
-from gcnzc.optim.caller import identify_caller
+from gcnzc.optim.method import identify_caller
 from gcnzc.optim.resize import check_mapping
 from gcnzc.optim.state_layout import check_value
 from gcnzc.optim.synchronous.averaged import Averaged, GradientMeans

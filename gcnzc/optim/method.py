@@ -1,0 +1,839 @@
+"""The base class of optimizers whose `step` communicates with the other ranks.
+
+What all of them do is here, so that a method has only its algorithm: broadcast rank 0's parameters
+at the start, send signals and compare options inside the exchanges, skip a step on all ranks,
+support GradScaler, save and load the declared state, and make the replicas equal at the end.
+
+Extras are numbers that are appended to an exchanged vector. The common extras, which all methods
+send, are a number that shows whether the ranks differ (see `Comparison.bit`), and the signals,
+which are flags such as a request to stop.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gcnzc.compress import Reducer
+from gcnzc.exchange import Algorithm, Caller, Group, RequestMismatch, WorkerLost, current_group, run
+from gcnzc.exchange.layout import describe_layout
+from gcnzc.exchange.sync import broadcast, check_same, dense_buffers, synchronize_buffers
+from gcnzc.optim.checksums import Checksums
+from gcnzc.optim.ddp import check_no_average, find_ddp
+from gcnzc.optim.flat import FlatParameters, numbered_groups
+from gcnzc.optim.group_options import (
+    CALL,
+    NORMS,
+    Comparison,
+    check_same_flags,
+    find_difference_by_store,
+    format_norms,
+    names_in_model,
+    option_key,
+    option_lines,
+    state_lines,
+    trained_lines,
+)
+from gcnzc.optim.late_phase import SHORTER_WARMUP, late_step, warn_of_late_phase
+from gcnzc.optim.resize import check_mapping, check_state_dict_options, pack_state, unpack_state
+from gcnzc.optim.scaling import gradient_factor, report_overflow
+from gcnzc.optim.state import Field, Number, State
+from gcnzc.optim.state_layout import check_group_lengths
+from gcnzc.optim.validation import (
+    check_at_least_zero,
+    check_count,
+    check_group,
+    check_inner,
+    check_inner_options,
+    check_module,
+    check_parameters,
+)
+from gcnzc.system.arguments import check_flag, check_kind, describe
+
+T = TypeVar("T")
+P = ParamSpec("P")
+Algorithms = Callable[Concatenate[Any, P], Algorithm[T]]
+
+MAX_SIGNALS = 1000
+"""the largest number of signals, since every exchange has a number for each"""
+
+
+class SkipStep(Exception):
+    """Raised on all ranks by an exchange that must not be used; its text is the reason."""
+
+
+def identify_caller(method: Algorithms[P, T]) -> Algorithms[P, T]:
+    """Decorate an algorithm of an optimizer so that the headers of its requests name the optimizer.
+
+    Otherwise ranks that step several optimizers in different orders would exchange the gradients of
+    different models.
+    """
+
+    @wraps(method)
+    def algorithm(self: Any, /, *args: P.args, **options: P.kwargs) -> Algorithm[T]:
+        before = yield Caller(self.identity)
+        result = yield from method(self, *args, **options)
+        yield Caller(before)
+        return result
+
+    return algorithm
+
+
+class DistributedOptimizer(Optimizer):
+    """The base class of optimizers whose `step` communicates with the other ranks.
+
+    The communication is an `Algorithm`, a generator of requests, such as collectives. `step` runs
+    it with torch.distributed; `gcnzc.exchange.lockstep` runs the algorithms of all ranks in one
+    process, as a simulation.
+
+    A subclass sets its options, calls this constructor last, and implements `declare` and
+    `take_step`.
+
+    Args:
+        params: an iterable of parameters or parameter groups, as for torch's optimizers.
+        defaults: default options of the parameter groups.
+        group: the ranks that communicate; those of torch.distributed's default process group if
+            None.
+        signals: the number of flags, such as a request to stop, that each exchange combines over
+            the ranks by a logical or.
+        module: the model. If given, its dense buffers and its parameters that are not in `params`
+            are also broadcast from rank 0 at the start, and `finalize` makes these buffers equal.
+        total_steps: the number of steps of the run; None if it is not known.
+
+    Raises:
+        TypeError: a parameter is sharded, complex, or of a dtype that cannot be averaged.
+        ValueError: parameters or options differ between ranks, which is raised on all of them, or
+            an option is out of range.
+    """
+
+    compared_options: Sequence[str] = ()
+    """the names of the attributes that must be equal on all ranks; see `describe_options`"""
+
+    is_shared = False
+    """whether the state is the same on all ranks, so that rank 0's checkpoint is sufficient"""
+
+    is_replicated = True
+    """whether checksums of trained parameters are compared between ranks; not by local methods"""
+
+    accepts_ddp = True
+    """whether DistributedDataParallel with `keep_gradients_local` may wrap the model"""
+
+    late_phase_remedy = SHORTER_WARMUP
+    """how to let the phase of `late_phase` begin sooner"""
+
+    # with this flag GradScaler neither unscales gradients nor skips steps; `step` does both
+    _step_supports_amp_scaling = True
+
+    grad_scale: Tensor | None
+    """the scale of the gradients, set by GradScaler during `step`; None if already unscaled"""
+    found_inf: Tensor
+    """set by GradScaler during `step`: above 0 if it found a gradient that is not finite"""
+    steps: int
+    """number of steps taken, equal on all ranks; only local methods count skipped steps"""
+    skipped: int
+    """number of steps that were skipped because a gradient was not finite or too large"""
+    declared: State
+    flat: FlatParameters
+    # objects of `find_ddp` in the first step, and what `check_no_average` returned for them
+    _ddps: WeakKeyDictionary[DistributedDataParallel, list[int] | None] | None = None
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        group: Group | None = None,
+        *,
+        signals: int = 0,
+        module: nn.Module | None = None,
+        total_steps: int | None = None,
+    ) -> None:
+        if group is not None:
+            check_group(group)
+        check_count("signals", signals, most=MAX_SIGNALS)
+        if total_steps is not None:
+            check_count("total_steps", total_steps, 1)
+        super().__init__(params, defaults)
+        check_module(module, self.param_groups)
+        self.group = current_group() if group is None else group
+        self.total_steps, self.late_step = total_steps, late_step(total_steps)
+        self.module = module
+        self._weight, self._signals = 1.0, [False] * signals
+        self.received_signals = [False] * signals
+        """for each signal, whether any rank sent it in the exchanges that finished in the last
+        `step`; all False if none of them had signals. An overlapped exchange finishes in a later
+        step than the one that started it. A single rank receives its own signals. A skipped step
+        may discard signals, so send them until they are received."""
+        self.num_common_extras = 1 + signals
+        """the length of `common_extras`"""
+        self.loaded = "none"
+        """description of the state that was loaded last; equal on all ranks"""
+        self.loaded_norms = ""
+        """norms of its tensors that are equal on all ranks, which ranks compare too"""
+        self.identity = self.name
+        """`name`, and the number of this optimizer among those of `group`; copies have the same"""
+        self.comparison, self.checksums = Comparison(), Checksums()
+        self.checked_options = ""
+        """the `option_key` of options that were checked; empty to check them in each step"""
+        self.reducers: dict[str, Reducer] = {}
+        """compute compressed means; created by the fields `Errors` of `declare`"""
+        self.initial_requires_grad: list[bool] = []
+        """`requires_grad` of all parameters when `record_parameters` was called last"""
+        self.initial_layouts: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self.initial_dtypes: list[torch.dtype] = []
+        self.is_broadcast = False
+        """whether the model was broadcast, or a state was loaded instead; `Averaged` resets it when
+        parameters are added or their `requires_grad` changes"""
+        self.skip_reason = ""
+        """why the last `step`, or a part of it, was skipped, or why a mean excludes ranks; empty if
+        nothing was skipped or excluded"""
+        self.start()
+
+    def start(self) -> None:
+        """Lay out the parameters, allocate the state, and broadcast the model: the constructor."""
+        self.fill_state()
+        self.flat = FlatParameters(self.param_groups)
+        self.record_parameters()
+        self.declared = self._declare_state()
+        self.connect()
+
+    @property
+    def name(self) -> str:
+        """The name of the type of optimizer, in messages, states and headers of requests."""
+        return type(self).__name__
+
+    def __repr__(self) -> str:
+        return f"{self.describe_options()}, workers={self.group.world_size}"
+
+    # --- what a method implements
+
+    def declare(self) -> list[Field]:
+        """Return the fields of the state; see `state`. Subclasses append theirs."""
+        return [Number(self, "steps"), Number(self, "skipped", kind="local", resize="mean")]
+
+    @abstractmethod
+    def take_step(self) -> Algorithm[Any]:
+        """Exchange and update the parameters.
+
+        Raises:
+            SkipStep: all ranks skip the step; raised before any state has changed.
+        """
+
+    def describe_options(self) -> str:
+        """Return the options that are not in the parameter groups, and must be equal on all ranks.
+
+        These are the attributes in `compared_options`.
+        """
+        pairs = (f"{name}={getattr(self, name)}" for name in sorted(set(self.compared_options)))
+        return f"{self.name}({', '.join(pairs)})"
+
+    def check_options(
+        self, group: Mapping[str, Any], where: str = "", *, with_gpu: bool = True
+    ) -> None:
+        """Check the options of a group; see `check_inner_options`."""
+        check_inner_options(group, self.defaults, where, with_gpu=with_gpu)
+
+    def on_broadcast(self) -> None:
+        """Initialize the state that depends on the parameters, which are equal on all ranks now."""
+
+    def on_load(self) -> None:
+        """Update what is derived from the state, after it was loaded."""
+
+    def finish(self) -> Algorithm[str]:
+        """Make the parameters equal on all ranks, and return why that failed, or an empty string.
+
+        The result is the same on all ranks. Does nothing by default.
+        """
+        return ""
+        yield  # makes this a generator
+
+    def late_phase(self) -> str:
+        """Return the name of a phase, such as compression, that has not begun; empty if none."""
+        return ""
+
+    # --- what this rank adds to exchanges besides gradients or parameters
+
+    @property
+    def weight(self) -> float:
+        """The factor of this rank's gradients in means and in local steps.
+
+        `step` does not reset it. If batch sizes differ between ranks, set it before each `step` to
+        this rank's number of samples divided by the mean number over the ranks. The mean of the
+        weights should be 1, because means divide by the number of ranks. Means of parameters are
+        not weighted.
+
+        Raises:
+            ValueError: it is set to anything but a finite number of at least 0.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, value: float) -> None:
+        check_at_least_zero("weight", value)
+        self._weight = float(value)
+
+    @property
+    def signals(self) -> list[bool]:
+        """This rank's flags for the next exchange, such as a request to stop.
+
+        Raises:
+            TypeError: they are set to anything but a list of flags.
+            ValueError: they are set to another number of flags than the constructor got.
+        """
+        return self._signals
+
+    @signals.setter
+    def signals(self, values: Sequence[bool]) -> None:
+        count = len(self.received_signals)
+        check_kind("signals", values, (list, tuple), f"a list of {count} flags")
+        if len(values) != count:
+            raise ValueError(
+                f"signals is {describe(values)}, but the optimizer was constructed with "
+                f"signals={count}\n\nhint: give the constructor signals={len(values)} on all ranks"
+            )
+        self._signals = [check_flag(f"signals[{index}]", each) for index, each in enumerate(values)]
+
+    def gradient_factor(self) -> float | Tensor:
+        """Return the factor of this rank's gradients; see `gcnzc.optim.scaling`."""
+        return gradient_factor(self)
+
+    def scale_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Multiply gradients in place by this rank's weight divided by GradScaler's scale."""
+        scale = getattr(self, "grad_scale", None)
+        factor: float | Tensor = self._weight
+        if scale is not None:
+            # a scale on a GPU is not read, because reading it synchronizes with the GPU
+            factor = self._weight / (float(scale) if scale.device.type == "cpu" else scale.double())
+        is_needed = isinstance(factor, Tensor) or factor != 1.0
+        for parameter in parameters if is_needed else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    # --- steps
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take an optimizer step, and communicate with the other ranks if an exchange is due.
+
+        Args:
+            closure: evaluates the model again and returns the loss; called once if given.
+
+        Returns:
+            The closure's loss; None without a closure.
+
+        Raises:
+            WorkerLost: another rank did not respond in time, or its process has ended.
+            ValueError: one of
+
+                - Options, numbers of steps, loaded states or parameters differ between ranks;
+                  raised on all ranks. Each exchange detects a difference with a probability of
+                  1/2. The next exchange always detects different `requires_grad`, and states of
+                  different steps, or loaded on some ranks only; states of the same step are not
+                  compared. Options in GPU tensors are compared in every 100th exchange only.
+                  Checksums of the parameters that must be equal are computed about every 100
+                  exchanges.
+                - An option of a parameter group is out of its range; raised by this rank before it
+                  communicates.
+                - The step failed, and the shape, dtype or device of a parameter has changed; raised
+                  by this rank only.
+                - DistributedDataParallel has averaged the gradients; see `keep_gradients_local`.
+            RequestMismatch: the ranks' collectives or messages differ; raised on all ranks.
+        """
+        self.group.count_step(self.steps)
+        key = option_key(self.param_groups)
+        if not key or key != self.checked_options:
+            # a scheduler, or the caller, has changed them
+            for number, group in enumerate(self.param_groups):
+                self.check_options(group, f" of parameter group {number}", with_gpu=False)
+            self.checked_options = key
+        loss = self.evaluate(closure)
+        self.check_ddp()
+        ignored = self.num_ignored_gradients
+        self._run(self.algorithm(), "step()")
+        if self.num_ignored_gradients > ignored and hasattr(self, "found_inf"):
+            report_overflow(self)
+        return loss
+
+    def evaluate(self, closure: Callable[[], float] | None) -> float | None:
+        """Call the closure of a step before its exchange, and return the loss."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    @property
+    def num_ignored_gradients(self) -> int:
+        """The number of steps that ignored gradients, of which one was not finite or too large."""
+        return self.skipped
+
+    def _run(self, algorithm: Algorithm[T], call: str) -> T:
+        """Run the algorithm of a call; if the ranks' requests do not match, report what differs."""
+        try:
+            return run(algorithm, self.group)
+        except RequestMismatch as error:
+            # last, since any other difference explains more
+            lines = [*self.compared_lines(), f"{CALL}\t{call}"]
+            difference = find_difference_by_store(lines, self.group)
+            if not difference:
+                raise
+            raise RequestMismatch(difference) from error
+
+    def algorithm(self) -> Algorithm[None]:
+        """Return the communication and computation of `step`, which `step` and `lockstep` run."""
+        # as `identify_caller` does, but without a generator between this one and its driver
+        caller_before = yield Caller(self.identity)
+        self.check_dtypes()
+        if self.group.world_size == 1:
+            self.check_trainable()
+        if not self.is_broadcast:
+            yield from self.broadcast_model_algorithm()
+        self.skip_reason, self.received_signals = "", [False] * len(self.received_signals)
+        try:
+            yield from self.take_step()
+        except SkipStep as skip:
+            self.skip_reason = str(skip)
+            self.skipped += 1
+        except RuntimeError as error:
+            if not isinstance(error, RequestMismatch | WorkerLost):
+                self.check_layouts()
+            raise
+        else:
+            self.steps += 1
+            if self.steps == self.late_step:
+                self.warn_of_late_phase()
+        if self.comparison.is_due and (yield from self.compare_algorithm()):
+            self.check_trainable()
+        yield Caller(caller_before)
+
+    def warn_of_late_phase(self) -> None:
+        """Warn on rank 0 if a phase has not begun in the middle of the run; see `late_step`."""
+        if self.group.rank == 0 and self.group.world_size > 1 and (phase := self.late_phase()):
+            remedy = self.late_phase_remedy
+            warn_of_late_phase(self.name, phase, remedy, self.steps, self.total_steps)
+
+    # --- extras of exchanges, and comparisons between the ranks
+
+    def common_extras(self) -> list[float]:
+        """Return the common extras: the hash bit or a request to compare, and the signals."""
+        if [type(each) for each in self._signals] != [bool] * len(self.received_signals):
+            self.signals = self._signals  # elements were set in place
+        if self.group.world_size == 1:
+            # there is no other rank to compare with
+            return [0.0, *self._signals]
+        if self.comparison.received >= self.checksums.next_update:
+            self.checksums.update(self.comparison.received, self.replicated_parameters)
+        return [self.hash_bit(), *self._signals]
+
+    def hash_bit(self) -> float:
+        """Return the number with which ranks compare their options; see `Comparison.bit`."""
+        if self.requires_grad_flags() != self.initial_requires_grad:
+            self.comparison.is_requested = True
+        return self.comparison.bit(
+            self.param_groups, self.identity, self.steps, self.loaded, self.checksums.line
+        )
+
+    def receive_common(self, sums: Sequence[float], ranks: int | None = None) -> None:
+        """Update the comparison and the received signals.
+
+        Args:
+            sums: the sums of the extras, which begin with the common ones.
+            ranks: the number of ranks in the sums; all if None.
+        """
+        self.comparison.receive(sums[0], self.group.world_size if ranks is None else ranks)
+        # others may follow
+        signals = sums[1 : 1 + len(self.received_signals)]
+        self.received_signals = [
+            was or round(each) > 0 for was, each in zip(self.received_signals, signals, strict=True)
+        ]
+
+    def compared_lines(self) -> list[str]:
+        """Return the lines that must be the same on all ranks; see `Comparison`."""
+        own = state_lines(self.identity, self.steps, self.loaded)
+        own.append(f"{NORMS}\t{self.loaded_norms}")
+        options = option_lines(self.param_groups, with_gpu=True)
+        return [*own, *options, *trained_lines(self.param_groups)]
+
+    def compare_algorithm(self) -> Algorithm[bool]:
+        """Compare lines and parameters of all ranks if that is due; see `Comparison.compare`."""
+        is_compared = yield from self.comparison.compare(self.compared_lines)
+        if is_compared:
+            yield from self.checksums.check_equal(self.replicated_parameters())
+        return is_compared
+
+    def replicated_parameters(self) -> list[tuple[str, Tensor]] | None:
+        """Return names and parameters that must be equal now; None if all may differ by design."""
+        named = zip(self.name_parameters(), self.initial_requires_grad, strict=False)
+        return [
+            (name, each)
+            for (name, each), is_trained in named
+            if self.is_replicated or not (is_trained or each.requires_grad)
+        ]
+
+    # --- the parameters, and what they were when the optimizer was constructed
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of all groups, including frozen ones, named by their positions."""
+        for number, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                yield f"group {number}, parameter {index}", parameter
+
+    def name_parameters(self) -> list[tuple[str, Tensor]]:
+        """Return all parameters, named by their positions and by their names in the model."""
+        names = names_in_model(self.module, self.param_groups)
+        named = self.named_parameters()
+        return [(f"{position}{names.get(id(each), '')}", each) for position, each in named]
+
+    def requires_grad_flags(self) -> list[bool]:
+        """The current `requires_grad` of each parameter of `named_parameters`, in that order."""
+        return [each.requires_grad for group in self.param_groups for each in group["params"]]
+
+    def record_parameters(self) -> None:
+        """Record `requires_grad` and the layout of the current parameters."""
+        self.initial_requires_grad = self.requires_grad_flags()
+        self.initial_layouts = [
+            (each.shape, each.dtype, each.device) for _, each in self.named_parameters()
+        ]
+        self.initial_dtypes = [dtype for _, dtype, _ in self.initial_layouts]
+
+    def check_trainable(self) -> None:
+        """Check that the parameters have the same `requires_grad` as at the construction.
+
+        With several ranks it is called after a comparison, so that all ranks raise the error.
+
+        Raises:
+            ValueError: a parameter was frozen, unfrozen, added or removed.
+        """
+        names = [name for name, _ in self.named_parameters()]
+        check_same_flags(self.name, self.requires_grad_flags(), self.initial_requires_grad, names)
+
+    def check_dtypes(self) -> None:
+        """Call `check_layouts` if a dtype has changed, as by `model.half()`."""
+        dtypes = [each.dtype for group in self.param_groups for each in group["params"]]
+        if dtypes != self.initial_dtypes:
+            self.check_layouts()
+
+    def check_layouts(self) -> None:
+        """Check that the parameters have the same layouts as at the construction.
+
+        It would take time in each step, so it is called only if a dtype has changed, or after an
+        error.
+
+        Raises:
+            ValueError: the shape, dtype or device of a parameter has changed.
+        """
+        pairs = zip(self.named_parameters(), self.initial_layouts, strict=False)
+        for (name, parameter), before in pairs:
+            now = parameter.shape, parameter.dtype, parameter.device
+            if now != before:
+                found, expected = (
+                    f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in (now, before)
+                )
+                raise ValueError(
+                    f"{name} is {found} now, but was {expected} when {self.name} was constructed"
+                    "\n\nhint: change the shape, dtype and device of parameters before "
+                    "constructing the optimizer, and their values in place, as with copy_"
+                )
+
+    def check_ddp(self) -> None:
+        """Check that DistributedDataParallel has not averaged this rank's gradients.
+
+        Raises:
+            ValueError: it has, or `DropCompute` trains such a model.
+        """
+        if self._ddps is None:
+            parameters = (each for _, each in self.named_parameters())
+            self._ddps = WeakKeyDictionary(dict.fromkeys(find_ddp(parameters, self.group)))
+        for ddp, times in self._ddps.items():
+            self._ddps[ddp] = check_no_average(ddp, times, self.name, accepts_hook=self.accepts_ddp)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; most methods support it only before the construction.
+
+        Raises:
+            TypeError: a parameter is sharded, complex, or of a dtype that cannot be averaged.
+            ValueError: an option is out of its range, or the flat vectors are laid out already.
+        """
+        if hasattr(self, "flat"):
+            raise ValueError(
+                f"{self.name} does not support adding parameters\n\nhint: give all groups to the "
+                "constructor; requires_grad may not change either"
+            )
+        super().add_param_group(param_group)
+        self.check_param_group(self.param_groups[-1])
+
+    def check_param_group(self, group: Mapping[str, Any]) -> None:
+        """Check the parameters and options of a group; see `add_param_group`."""
+        check_parameters(self.name, group["params"])
+        self.check_options(group)
+
+    # --- start and end of the run
+
+    def connect(self) -> None:
+        """Register this optimizer with the group, and broadcast the model if there is a backend."""
+        if self.identity == self.name:
+            self.identity = self.group.new_caller(self.identity)
+        if self.group.backend:
+            run(self.broadcast_model_algorithm(), self.group)
+
+    def broadcast_model(self) -> None:
+        """Broadcast the parameters and buffers of rank 0, if `is_broadcast` is False.
+
+        `Averaged` broadcasts only tensors that were not broadcast before, such as added parameters.
+
+        Raises:
+            ValueError: shapes, dtypes or options differ between ranks; raised on all ranks.
+        """
+        self._run(self.broadcast_model_algorithm(), "broadcast_model()")
+
+    @identify_caller
+    def broadcast_model_algorithm(self) -> Algorithm[None]:
+        """Return the communication of `broadcast_model`; see `algorithm`."""
+        if self.is_broadcast:
+            return
+        if self.group.world_size > 1:
+            tensors = self.tensors_to_broadcast()
+            names = names_in_model(self.module, self.param_groups)
+            lines = [
+                f"{line}{names.get(id(tensor), '')}"
+                for line, (_, tensor) in zip(describe_layout(tensors), tensors, strict=True)
+            ]
+            yield from check_same([*self.layout_lines(), *lines], "optimizers")
+            yield from broadcast(tensors)
+        self.is_broadcast = True
+        self.on_broadcast()
+
+    def layout_lines(self) -> list[str]:
+        """Return lines for options and layouts, which `broadcast_model` compares between ranks."""
+        own = f"{self.describe_options()}, {len(self.signals)} signals"
+        return [own, *self.declared.layout, *option_lines(self.param_groups, with_gpu=True)]
+
+    def tensors_to_broadcast(self) -> list[tuple[str, Tensor]]:
+        """The names and tensors to broadcast: all parameters, and the module's dense buffers."""
+        named: list[tuple[str, Tensor]] = list(self.named_parameters())
+        if self.module is not None:
+            named += [*self.module.named_parameters(), *dense_buffers(self.module)]
+        unique: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in named:
+            # the parameters of groups are among those of the module
+            unique.setdefault(id(tensor), (name, tensor))
+        return list(unique.values())
+
+    def finalize(self) -> None:
+        """Make parameters and dense buffers equal on all ranks; call it once, after the last step.
+
+        Floating-point buffers of `module`, such as BatchNorm's, become their means over the ranks.
+
+        Raises:
+            ValueError: the ranks' numbers of steps, options or final parameters differ, or the last
+                synchronization failed because numbers are not finite; raised on all ranks.
+            RequestMismatch: such a difference makes the ranks' requests differ; raised on all.
+            WorkerLost: see `step`.
+        """
+        self._run(self.finalize_algorithm(), "finalize()")
+
+    @identify_caller
+    def finalize_algorithm(self) -> Algorithm[None]:
+        """Return the communication and computation of `finalize`; see `algorithm`."""
+        yield from self.broadcast_model_algorithm()
+        has_peers = self.group.world_size > 1
+        if has_peers:
+            # compare even if no bit has differed: since the last exchange the ranks may have taken
+            # different numbers of steps
+            self.comparison.is_due = True
+            # the parameters are compared below, because the last synchronization may change them
+            self.checksums.renew(None)
+            yield from self.compare_algorithm()
+        if reason := (yield from self.finish()):
+            effect = ", so the ranks have different parameters" if has_peers else ""
+            raise ValueError(
+                f"the last synchronization failed{effect}: {reason}"
+                "\n\nhint: load an earlier checkpoint, and continue with a smaller learning rate "
+                "or with gradient clipping; `optimizer.skip_reason` after each step shows the "
+                "first one that was skipped, and why"
+            )
+        if has_peers:
+            named = self.name_parameters()
+            self.checksums.renew(named)
+            yield from self.checksums.check_equal(named)
+            if self.module is not None:
+                yield from synchronize_buffers(self.module)
+
+    def average_parameters(self) -> Any:
+        """Set the parameters to their mean over the ranks, for an evaluation.
+
+        Does nothing if they are in sync. All ranks call it after the same number of steps, and
+        `restore_parameters` after the evaluation.
+
+        Returns:
+            The argument of `restore_parameters`.
+        """
+        return self._run(self.average_parameters_algorithm(), "average_parameters()")
+
+    def average_parameters_algorithm(self) -> Algorithm[Any]:
+        """Return the communication and computation of `average_parameters`; see `algorithm`."""
+        return
+        yield
+
+    def restore_parameters(self, own: Any) -> None:
+        """Restore this rank's parameters, without communication.
+
+        Args:
+            own: the result of `average_parameters`.
+        """
+
+    # --- the state
+
+    def fill_state(self) -> None:
+        """Add an empty entry to `state` for each parameter.
+
+        Otherwise torch.distributed.checkpoint would call `step` to initialize the state.
+        """
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state.setdefault(parameter, {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes that are copied and pickled.
+
+        These are all except hooks, and the wrapper that a scheduler puts around `step`. A copy
+        communicates through the same group. Before unpickling an optimizer of several ranks,
+        initialize torch.distributed with the same ranks; otherwise the first `step` that exchanges
+        raises a RuntimeError.
+        """
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("step", "_ddps", "declared")
+            and not name.startswith(("_optimizer_", "_zero_grad"))
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the attributes of a copy, which declares its state again."""
+        super().__setstate__(state)
+        self.declared = self._declare_state()
+
+    def _declare_state(self) -> State:
+        worker = self.flat.worker_info(self.group.rank, self.group.world_size)
+        return State(self.name, self.declare(), self.flat.layout(), worker)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the state of this rank: tensors, which are not copied, and plain values.
+
+        `shared` is the same on all ranks; `local`, `shards` and `errors` are this rank's own.
+        """
+        return {**self.declared.snapshot(), "param_groups": numbered_groups(self.param_groups)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank in the layout of torch's optimizers.
+
+        `state` has the step count of each trained parameter. Its entry for the first trained
+        parameter also has, as bytes, the state that is the same on all ranks, and the state of this
+        rank, such as its compression errors. The key of the latter contains the rank, because
+        torch.distributed.checkpoint saves an entry with the same key on several ranks only once.
+
+        Raises:
+            ValueError: the option `full_state_dict` or `flatten_optimizer_state_dict` of torch's
+                `get_optimizer_state_dict` or `set_optimizer_state_dict` is set.
+        """
+        check_state_dict_options()
+        return pack_state(self.name, self.snapshot(), self.param_groups)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a `state_dict` or `snapshot` of this rank, or a result of `resize_state`.
+
+        Raises:
+            ValueError: the state belongs to another rank, number of ranks, type of optimizer or
+                model, is damaged, or has an option that is out of its range. Nothing is loaded
+                then.
+        """
+        snapshot = unpack_state(self.name, state_dict, self.group.rank)
+        self.restore(snapshot)
+        self.loaded_norms = format_norms(snapshot["shared"])
+        self.mark_loaded()
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Load a `snapshot` of this rank; see `load_state_dict`."""
+        check_mapping(snapshot, "optimizer", "layout", "rank", "world_size", "param_groups")
+        groups = snapshot["param_groups"]
+        check_group_lengths(self.param_groups, groups)
+        self.check_loaded_options(groups)
+        self.declared.load(snapshot)
+        self.on_load()
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+        # no broadcast after this: buffers differ between ranks in the middle of a run
+        self.is_broadcast = True
+
+    def check_loaded_options(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Check the options of the parameter groups of a state, before it is loaded."""
+        for number, group in enumerate(groups):
+            where = f" of parameter group {number} of the state"
+            self.check_options({**self.defaults, **group}, where)
+
+    def mark_loaded(self) -> None:
+        """Request a comparison with the other ranks, which must have loaded a state too."""
+        self.loaded = f"of step {self.steps}"
+        self.comparison.is_requested = True
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state between steps, without parameters, gradients and scratch.
+
+        The state of an inner optimizer does not count.
+        """
+        return self.declared.num_bytes
+
+
+class WrappingOptimizer(DistributedOptimizer):
+    """The base class of methods around an optimizer of torch, which updates the parameters.
+
+    The wrapper shares the inner optimizer's parameter groups and state, so learning rate schedulers
+    work.
+
+    Args:
+        inner: the optimizer of torch.
+        group: see `DistributedOptimizer`.
+        options: other options of `DistributedOptimizer`.
+
+    Raises:
+        TypeError: the inner optimizer communicates itself or needs a closure.
+    """
+
+    def __init__(self, inner: Optimizer, group: Group | None = None, **options: Any) -> None:
+        check_inner(self.name, inner)
+        self.inner = inner
+        super().__init__(inner.param_groups, inner.defaults, group, **options)
+
+    def start(self) -> None:
+        """See `DistributedOptimizer`."""
+        self.share_inner_state()
+        super().start()
+
+    def share_inner_state(self) -> None:
+        """Let both optimizers have the same parameter groups and state.
+
+        The inner optimizer replaces its own when it loads a state.
+        """
+        for group, loaded in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update(loaded)
+        self.inner.param_groups, self.state = self.param_groups, self.inner.state
+        self.fill_state()
+
+    def on_load(self) -> None:
+        """See `DistributedOptimizer`."""
+        self.share_inner_state()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters."""
+        self.inner.zero_grad(set_to_none)
+
+    def __repr__(self) -> str:
+        return f"{self.describe_options()} of {self.inner!r}, workers={self.group.world_size}"

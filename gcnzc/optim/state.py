@@ -1,0 +1,407 @@
+"""Declare the state of an optimizer once; saving, checks, loading, resizing and size follow.
+
+A method returns a list of fields from `declare`: `Vector`, `Number`, `Errors` or `Inner`. A field
+names an attribute, and says which ranks have it and what happens to it if their number changes:
+
+    kind      on W ranks                             with another number of ranks
+    shared    equal on all ranks                     unchanged
+    local     each rank has its own                  `resize`: "same", rank 0's on all ranks;
+                                                     "mean", on all ranks; "sum", on rank 0, and
+                                                     zeros on the others; "drop", the initial value
+    sharded   each rank has its shard                sharded again
+
+Compression errors are resized such that the mean error over the ranks does not change. A snapshot
+is a dictionary of plain values. It contains the rules of its local fields, so `resize_state` needs
+no optimizer.
+
+Notation: W ranks, n elements of the flat vector.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gcnzc.compress import Compression, Reducer, WorkerInfo
+from gcnzc.compress.reducer import DAMAGED_HINT
+from gcnzc.optim.resize import RESIZED_FROM, shard_bounds
+from gcnzc.optim.state_layout import check_inner_state, check_layout
+from gcnzc.system.arguments import describe
+
+Values = Mapping[str, Any]
+Kind = Literal["shared", "local", "sharded"]
+Resize = Literal["same", "mean", "sum", "drop"]
+SECTIONS = {"shared": "shared", "local": "local", "sharded": "shards"}
+"""for each kind, the section of a snapshot"""
+MAX_COUNT = 2**53
+"""the largest number of steps, exchanges or ranks in a state"""
+
+
+class Field(ABC):
+    """A part of the state: one attribute of the optimizer, or of an object that belongs to it.
+
+    If the object has a `state_prefix`, the name in states begins with it.
+    """
+
+    owner: Any
+    name: str
+    kind: Kind | Callable[[Values], Kind] = "local"
+    """a function of the current values if it varies, as for momenta that are equal on all ranks
+    only after a synchronization"""
+    resize: Resize = "same"
+
+    @property
+    def key(self) -> str:
+        """The name in states."""
+        prefix = getattr(self.owner, "state_prefix", "")
+        return f"{prefix} {self.name}" if prefix else self.name
+
+    @property
+    def section(self) -> str:
+        """The section of a snapshot to which the field belongs now."""
+        kind = self.kind(Current(self.owner)) if callable(self.kind) else self.kind
+        return SECTIONS[kind]
+
+    def allocate(self, worker: WorkerInfo) -> None:
+        """Set the attribute to its initial value, unless the owner has it already."""
+        if not hasattr(self.owner, self.name):
+            setattr(self.owner, self.name, self.initial_value(worker))
+
+    def save(self) -> Any:
+        """Return the value to save; None to save nothing."""
+        return getattr(self.owner, self.name)
+
+    @abstractmethod
+    def initial_value(self, worker: WorkerInfo) -> Any:
+        """Return the value before the first step."""
+
+    @abstractmethod
+    def check(self, values: Values, worker: WorkerInfo) -> None:
+        """Check the value of a state, before anything is loaded; `values` has those of all fields.
+
+        Raises:
+            ValueError: it is missing or damaged.
+        """
+
+    @abstractmethod
+    def load(self, values: Values, worker: WorkerInfo) -> None:
+        """Load a checked value, or the initial one if the state has none."""
+
+
+@dataclass(eq=False)
+class Vector(Field):
+    """A tensor (size,)."""
+
+    owner: Any
+    name: str
+    size: int | Callable[[Values], int]
+    """the number of elements on all ranks together; a function of the loaded values if it varies"""
+    dtype: torch.dtype | None = None
+    """None for that of the flat vector"""
+    kind: Kind | Callable[[Values], Kind] = "shared"
+    resize: Resize = "same"
+    least: float = -math.inf
+    """the smallest valid element"""
+    is_valid: Callable[[Tensor, Values], bool] | None = None
+    """a further check of a loaded tensor; also gets the loaded values"""
+    is_optional: bool = False
+    """whether the attribute is None at the start, and whenever the method does not use it"""
+    may_overflow: bool = False
+    """whether elements of a valid state may be infinite or NaN"""
+    on_host: bool = False
+    initial: float = 0
+    is_computed: bool = False
+    """whether the attribute is a property with a setter, which takes no memory of its own"""
+
+    def allocate(self, worker: WorkerInfo) -> None:
+        """See `Field`."""
+        if not self.is_computed:
+            super().allocate(worker)
+
+    def shape(self, values: Values, worker: WorkerInfo) -> tuple[int]:
+        """Return the shape on this rank."""
+        size = self.size(values) if callable(self.size) else self.size
+        begin, end = shard_bounds(size, worker.rank, worker.world_size)
+        return (end - begin if self.kind == "sharded" else size,)
+
+    def initial_value(self, worker: WorkerInfo) -> Tensor | None:
+        """See `Field`."""
+        if self.is_optional:
+            return None
+        device = torch.device("cpu") if self.on_host else worker.device
+        shape, dtype = self.shape({}, worker), self.dtype or worker.dtype
+        return torch.full(shape, self.initial, dtype=dtype, device=device)
+
+    def check(self, values: Values, worker: WorkerInfo) -> None:
+        """See `Field`."""
+        value, label = values.get(self.key), f"{self.key} of the state"
+        if value is None and (self.is_optional or self.resize == "drop"):
+            return
+        if not isinstance(value, Tensor):
+            raise_damaged(f"{label} {'is missing' if value is None else f'is {describe(value)}'}")
+        if value.shape != (shape := self.shape(values, worker)):
+            raise_damaged(f"{label} has the shape {tuple(value.shape)}, not {shape}")
+        dtype = self.dtype or worker.dtype
+        if value.dtype != dtype and not (value.is_floating_point() and dtype.is_floating_point):
+            raise_damaged(f"{label} is {value.dtype}, not {dtype}")
+        if not self.may_overflow and not bool(value.isfinite().all()):
+            raise_damaged(f"{label} has elements that are not finite")
+        if self.least > -math.inf and bool((value < self.least).any()):
+            raise_damaged(f"{label} has elements below {self.least:g}")
+        if self.is_valid is not None and not self.is_valid(value, values):
+            raise_damaged(f"{label} has elements out of range")
+
+    def load(self, values: Values, worker: WorkerInfo) -> None:
+        """See `Field`."""
+        value = values.get(self.key)
+        if value is None:
+            value = self.initial_value(worker)
+        else:
+            device = "cpu" if self.on_host else worker.device
+            value = value.to(device, self.dtype or worker.dtype, copy=True)
+        setattr(self.owner, self.name, value)
+
+
+@dataclass(eq=False)
+class Number(Field):
+    """A number, a flag, a string, or a list of numbers."""
+
+    owner: Any
+    name: str
+    initial: Any = 0
+    """an int, float, bool, str or list; a saved value must have the same type"""
+    kind: Kind | Callable[[Values], Kind] = "shared"
+    resize: Resize = "same"
+    least: float | Callable[[Values], float] = 0
+    """the smallest valid number; may be a function of the loaded values"""
+    length: int | None = None
+    """the length of a list; None for any"""
+
+    def initial_value(self, worker: WorkerInfo) -> Any:
+        """See `Field`."""
+        return list(self.initial) if isinstance(self.initial, list) else self.initial
+
+    def save(self) -> Any:
+        """See `Field`; lists are copied, since later steps change them."""
+        value = super().save()
+        return list(value) if isinstance(value, list) else value
+
+    def check(self, values: Values, worker: WorkerInfo) -> None:
+        """See `Field`."""
+        if self.key not in values:
+            if self.resize == "drop":
+                return
+            raise_damaged(f"{self.key} of the state is missing")
+        value, kind = values[self.key], type(self.initial)
+        is_valid = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if kind is float:
+            is_valid |= type(value) is int
+        least = self.least(values) if callable(self.least) else self.least
+        numbers = value if kind is list and is_valid else [value] if kind in (int, float) else []
+        for number in numbers if is_valid else ():
+            is_valid &= isinstance(number, int | float) and not isinstance(number, bool)
+            is_valid = is_valid and math.isfinite(number)
+            is_valid = is_valid and least <= number <= (MAX_COUNT if kind is int else math.inf)
+        if kind is list and self.length is not None:
+            is_valid = is_valid and len(value) == self.length
+        if not is_valid:
+            limit = f" of at least {least:g}" if kind in (int, float, list) else ""
+            raise_damaged(
+                f"{self.key} of the state is {describe(value)}, not a {kind.__name__}{limit}"
+            )
+
+    def load(self, values: Values, worker: WorkerInfo) -> None:
+        """See `Field`."""
+        value = values.get(self.key, self.initial)
+        setattr(self.owner, self.name, list(value) if isinstance(value, list) else value)
+
+
+@dataclass(eq=False)
+class Errors(Field):
+    """The compression errors of `owner.reducers[name]`, which computes compressed means.
+
+    The reducer is created here, so a method declares a compressed mean in one place.
+    """
+
+    owner: Any
+    name: str
+    compress: Compression
+    size: int
+    exists: Callable[[Values], bool] = lambda values: True
+    """whether there is a reducer, given the values of the state; memory is allocated only then"""
+    layers: Sequence[int] | None = None
+    """see `WorkerInfo`; None for those of the flat vector"""
+
+    def allocate(self, worker: WorkerInfo) -> None:
+        """See `Field`; also creates a reducer that exists from now on."""
+        if self.name not in self.owner.reducers and self.exists(Current(self.owner)):
+            self.owner.reducers[self.name] = self.initial_value(worker)
+
+    def save(self) -> dict[str, Tensor] | None:
+        """See `Field`."""
+        reducer = self.owner.reducers.get(self.name)
+        return None if reducer is None else reducer.errors()
+
+    def initial_value(self, worker: WorkerInfo) -> Reducer:
+        """See `Field`: a new reducer."""
+        own = worker if self.layers is None else replace(worker, layers=self.layers)
+        return self.compress.reducer(self.size, own)
+
+    def check(self, values: Values, worker: WorkerInfo) -> None:
+        """See `Field`."""
+        if self.exists(values):
+            reducer = self.owner.reducers.get(self.name) or self.initial_value(worker)
+            reducer.check_errors(values["errors"].get(self.name, {}))
+
+    def load(self, values: Values, worker: WorkerInfo) -> None:
+        """See `Field`."""
+        self.owner.reducers.pop(self.name, None)
+        if self.exists(values):
+            reducer = self.owner.reducers[self.name] = self.initial_value(worker)
+            reducer.load_errors(values["errors"].get(self.name, {}))
+
+
+@dataclass(eq=False)
+class Inner(Field):
+    """The state of an optimizer of torch that the owner wraps; see `Optimizer.state_dict`."""
+
+    owner: Any
+    name: str = "inner"
+    resize: Resize = "mean"
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The wrapped optimizer."""
+        inner: Optimizer = getattr(self.owner, self.name)
+        return inner
+
+    def initial_value(self, worker: WorkerInfo) -> Any:
+        """Not called: the owner sets its inner optimizer before it declares its state."""
+        raise AttributeError(f"{type(self.owner).__name__} has no {self.name}")
+
+    def save(self) -> dict[str, Any]:
+        """See `Field`."""
+        return self.optimizer.state_dict()
+
+    def check(self, values: Values, worker: WorkerInfo) -> None:
+        """See `Field`."""
+        check_inner_state(self.optimizer, values.get(self.key, {}))
+
+    def load(self, values: Values, worker: WorkerInfo) -> None:
+        """See `Field`."""
+        self.optimizer.load_state_dict(values[self.key])
+
+
+class Current(Mapping[str, Any]):
+    """The current values of an object's attributes by name, for functions of `Values`."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self.owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self.owner))
+
+    def __len__(self) -> int:
+        return len(vars(self.owner))
+
+
+class State:
+    """The declared state of an optimizer on this rank.
+
+    Args:
+        optimizer: the name of the optimizer, which a state must have too.
+        fields: see `Field`.
+        layout: lines that describe the parameters, which a state must have too.
+        worker: the rank, the number of ranks, and the dtype and device of vectors.
+    """
+
+    def __init__(
+        self, optimizer: str, fields: Sequence[Field], layout: Sequence[str], worker: WorkerInfo
+    ) -> None:
+        self.optimizer, self.fields = optimizer, list(fields)
+        self.layout, self.worker = list(layout), worker
+        keys = [(type(field) is Errors, field.key) for field in self.fields]
+        assert len(set(keys)) == len(keys), f"two fields have one name: {keys}"
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Set the attributes that do not exist yet, and create the reducers that exist now."""
+        for field in self.fields:
+            field.allocate(self.worker)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the state of this rank; tensors are not copied."""
+        sections: dict[str, dict[str, Any]] = {name: {} for name in [*SECTIONS.values(), "errors"]}
+        for field in self.fields:
+            section = "errors" if isinstance(field, Errors) else field.section
+            if (value := field.save()) is not None:
+                sections[section][field.key] = value
+        return {
+            **sections,
+            "resize": {field.key: field.resize for field in self.fields},
+            "optimizer": self.optimizer,
+            "layout": self.layout,
+            "rank": self.worker.rank,
+            "world_size": self.worker.world_size,
+        }
+
+    def load(self, snapshot: Mapping[str, Any]) -> None:
+        """Load a snapshot of this rank, or a result of `resize_state`.
+
+        Raises:
+            ValueError: it is of another rank, other parameters or another optimizer, or is damaged.
+                Nothing is loaded then.
+        """
+        values = self.check(snapshot)
+        for field in self.fields:
+            field.load(values, self.worker)
+
+    def check(self, snapshot: Mapping[str, Any]) -> dict[str, Any]:
+        """Check a snapshot, and return its values by the keys of the fields; see `load`."""
+        for name in [*SECTIONS.values(), "errors"]:
+            if not isinstance(snapshot.get(name), Mapping):
+                raise_damaged(f"{name} of the state is {describe(snapshot.get(name))}")
+        if snapshot["optimizer"] != self.optimizer:
+            raise ValueError(
+                f"the state of {snapshot['optimizer']}, not of {self.optimizer}\n\nhint: load it "
+                "into the type of optimizer that saved it"
+            )
+        own = self.worker.rank, self.worker.world_size
+        if (snapshot["rank"], snapshot["world_size"]) != own:
+            raise ValueError(
+                f"the state of rank {snapshot['rank']} of {snapshot['world_size']} cannot be "
+                f"loaded on rank {own[0]} of {own[1]}\n\nhint: gcnzc.optim.resize_state converts "
+                "the states of all ranks for another number of ranks"
+            )
+        check_layout(self.layout, snapshot["layout"])
+        values = {key: value for each in SECTIONS.values() for key, value in snapshot[each].items()}
+        values["errors"] = snapshot["errors"]
+        values["saved_world_size"] = snapshot.get(RESIZED_FROM, snapshot["world_size"])
+        for field in self.fields:
+            field.check(values, self.worker)
+        return values
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the tensors of the state between steps, without the inner optimizer's."""
+        own = [
+            field
+            for field in self.fields
+            if not isinstance(field, Inner) and not getattr(field, "is_computed", False)
+        ]
+        saved = [field.save() for field in own]
+        parts = [each.values() if isinstance(each, Mapping) else [each] for each in saved]
+        return sum(each.nbytes for part in parts for each in part if isinstance(each, Tensor))
+
+
+def raise_damaged(what: str) -> NoReturn:
+    """Raise the error of a damaged state."""
+    raise ValueError(f"{what}\n\n{DAMAGED_HINT}")
