@@ -360,10 +360,8 @@ def cached_share(
         RuntimeError: the GPU has too little memory, or its driver cannot share memory between
             processes.
     """
-    rank = check_integer("rank", rank, 0, hint="ranks are counted from 0")
-    world_size = check_integer(
-        "world_size", world_size, 1, hint="the number of processes on this machine"
-    )
+    rank = check_integer("rank", rank, 0)
+    world_size = check_integer("world_size", world_size, 1)
     chosen = _get_device(device)
     _check_host(table, chosen)
     choice = _choose_rows(table, size, ranking, world_size)
@@ -387,7 +385,6 @@ class _CacheChoice:
 def _choose_rows(
     table: FeatureTable, size: float, ranking: Tensor | Presample, gpus: int
 ) -> _CacheChoice:
-    check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows)")
     hint = "the result of gcnzc.presample, or one score for each row, such as graph.in_degrees()"
     check_kind("ranking", ranking, (Presample, Tensor), hint)
     scores = ranking.scores if isinstance(ranking, Presample) else ranking
@@ -444,13 +441,10 @@ def num_rows_to_cache(table: FeatureTable, size: float, gpus: int = 1) -> int:
     if isinstance(size, float):
         if not 0 < size <= 1:
             raise ValueError(
-                f"size is a fraction {size} of the rows: it must be above 0, and 1 at most\n\n"
-                "hint: 0.2 is a fifth of the rows; bytes are an integer"
+                f"size is a fraction {size} of the rows: it must be above 0, and 1 at most"
             )
         return min(table.num_rows, max(1, round(size * table.num_rows)))
-    size = check_integer(
-        "size", size, hint="bytes as an integer, or a fraction of the rows as a float"
-    )
+    size = check_integer("size", size, hint="bytes as an int, or a fraction as a float")
     min_bytes = cache_bytes(table, min(1, table.num_rows))
     if size < min_bytes:
         raise ValueError(
@@ -488,18 +482,14 @@ def _check_devices(
     have_duplicates = len(set(gpus)) < len(gpus)
     if not have_one_type or have_duplicates or None not in (device, devices):
         raise ValueError(
-            f"a cache cannot be sharded over {list(map(str, chosen))}, with device {device}\n\n"
-            "hint: give different GPUs in `devices`, and no `device`"
+            f"a cache cannot be sharded over {list(map(str, chosen))}, with device {device}"
         )
 
 
 def _check_host(table: FeatureTable, device: torch.device) -> None:
     check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows)")
     if table.device.type != "cpu":
-        raise ValueError(
-            f"all rows of this table are on {table.device} already\n\n"
-            "hint: use the table without a cache, or keep its rows on the host"
-        )
+        raise ValueError(f"all rows of this table are on {table.device} already")
     if device.type != "cuda":
         return
     if table.is_sparse:

@@ -155,7 +155,7 @@ def table_traffic(
     if num_rows == 0 or row_bytes == 0 or (ids is not None and len(ids) == 0):
         raise ValueError(
             f"no bytes to read: {'all' if ids is None else 'no'} rows of a table of shape "
-            f"{tuple(rows.shape)}\n\nhint: `traffic` takes sizes instead of a table"
+            f"{tuple(rows.shape)}"
         )
     base = rows.data_ptr()
     # a single row may have any stride
@@ -169,7 +169,6 @@ def table_traffic(
         if chosen.min() < 0 or chosen.max() >= num_rows:
             raise IndexError(
                 f"ids from {chosen.min()} to {chosen.max()} are not in a table of {num_rows} rows"
-                "\n\nhint: is the table of another graph?"
             )
         counts = np.bincount(chosen % period, minlength=period)
     starts = (base + residues * stride_bytes) % LINE_BYTES
@@ -213,16 +212,12 @@ def _check(
     if not whole or row_bytes < 1:
         raise ValueError(
             f"rows of {row_bytes} bytes, {stride_bytes} bytes apart from address {base:#x}, are "
-            f"not whole elements of {item_bytes} bytes\n\n"
-            "hint: item_bytes is the size of the table's dtype, such as 2 for float16"
+            f"not whole elements of {item_bytes} bytes"
         )
     if split_bytes is not None and (
         split_bytes < SECTOR_BYTES or split_bytes & (split_bytes - 1) != 0
     ):
-        raise ValueError(
-            f"answers cannot be split at multiples of {split_bytes} bytes\n\n"
-            "hint: root complexes that split answers do so at 64 or 128 bytes"
-        )
+        raise ValueError(f"answers cannot be split at multiples of {split_bytes} bytes")
 
 
 def _traffic(lanes: Lanes, starts: Array, counts: Array, split_bytes: int | None) -> Traffic:

@@ -99,10 +99,7 @@ def make_handle(ids: Tensor, num_rows: int, row_bytes: int, rank: int, world_siz
         ValueError: `rank` is not in [0, world_size).
     """
     if not 0 <= rank < world_size:
-        raise ValueError(
-            f"rank is {rank} with a world_size of {world_size}\n\n"
-            "hint: ranks are counted from 0; world_size is the number of processes on this machine"
-        )
+        raise ValueError(f"rank is {rank} with a world_size of {world_size}")
     digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:16]
     description = f"{len(ids)} of {num_rows} rows of {row_bytes} B, set {digest}"
     return Handle(rank, world_size, description, platform.node(), b"", 0)
@@ -121,8 +118,7 @@ def check_handles(own: Handle, handles: Sequence[Handle]) -> list[Handle]:
         own.world_size
     }:
         raise ValueError(
-            f"handles of ranks {ranks} of a cache that is sharded over {own.world_size} GPUs\n\n"
-            "hint: pass one handle of each rank, including this one"
+            f"handles of ranks {ranks} of a cache that is sharded over {own.world_size} GPUs"
         )
     for handle in found:
         if handle.machine != own.machine:

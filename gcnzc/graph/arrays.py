@@ -191,10 +191,7 @@ def _read_object(edges: Any) -> dict[str, Any]:
     if hasattr(edges, "tocoo") and hasattr(edges, "shape"):
         matrix = edges.tocoo()
         if matrix.shape[0] != matrix.shape[1]:
-            raise ValueError(
-                f"edges is a matrix of shape {matrix.shape}\n\n"
-                "hint: an adjacency matrix has as many rows as columns"
-            )
+            raise ValueError(f"edges is a matrix of shape {matrix.shape}, which is not square")
         return {
             "ends": (matrix.row, matrix.col),
             "num_nodes": int(matrix.shape[0]),
@@ -405,8 +402,7 @@ def _rows(features: Any) -> Rows | None:
     array = _array(features, "features")
     if array.ndim != 2 or array.dtype.kind not in "fiub":
         raise ValueError(
-            f"features has shape {array.shape} and type {array.dtype}\n\n"
-            "hint: features are (N, D) numbers, one row for each node"
+            f"features has shape {array.shape}, type {array.dtype}, not (N, D) numbers"
         )
     return rows_from_array(array, "features")
 

@@ -248,10 +248,7 @@ class Graph:
             return cls.from_edges(src, dst, data.num_nodes, **options)
         adjacency = getattr(data, "adj_t", None)
         if adjacency is None:
-            raise ValueError(
-                f"data is {describe(data)}, which has no edge_index and no adj_t\n\n"
-                "hint: a torch_geometric.data.Data with edge_index of shape (2, E)"
-            )
+            raise ValueError(f"data is {describe(data)}, which has no edge_index and no adj_t")
         if isinstance(adjacency, Tensor):
             indptr, indices = adjacency.crow_indices(), adjacency.col_indices()
         else:
@@ -315,8 +312,7 @@ def _to_array(ids: Ids, name: str) -> NDArray[np.integer]:
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype not in (np.int32, np.int64):
         raise ValueError(
-            f"{name} has shape {array.shape} and type {array.dtype}\n\n"
-            "hint: one dimension of int32 or int64"
+            f"{name} has shape {array.shape}, type {array.dtype}: not one row of int64"
         )
     return array
 
@@ -329,8 +325,7 @@ def _check_sizes(indptr: NDArray[np.integer], indices: NDArray[np.integer]) -> N
         raise ValueError("indptr is empty\n\nhint: N nodes need N + 1 offsets, the first of them 0")
     if indptr[0] != 0 or indptr[-1] != len(indices):
         raise ValueError(
-            f"indptr goes from {indptr[0]} to {indptr[-1]}, with {len(indices)} indices\n\n"
-            "hint: it must start at 0 and end at the number of indices"
+            f"indptr goes from {indptr[0]} to {indptr[-1]}, with {len(indices)} indices"
         )
 
 

@@ -1,13 +1,14 @@
 """Feature files of prepared folders: choose the format, write and memory-map them."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 from gcnzc.datasets import store
@@ -40,6 +41,10 @@ FeatureDtype: TypeAlias = Literal[
 
 
 ScaleKind: TypeAlias = Literal["row", "columns"]
+
+
+# returns the chunks of features, converted to a dtype
+Chunks: TypeAlias = Callable[[DTypeLike], Iterator[Array]]
 
 
 # dtypes that are stored with scales
@@ -175,43 +180,29 @@ def write_features(
         ValueError: a value is not finite and `allow_nan` is False or the format has scales; or a
             value is too large for the dtype.
     """
-    write = _write_dense
     if storage.is_sparse:
-        write = _write_sparse
-    elif storage.is_coded:
-        write = _write_codes
-    return write(writer, rows, storage, allow_nan, allocate, progress)
+        return _write_sparse(writer, rows, storage, allow_nan)
 
+    def chunks(dtype: DTypeLike) -> Iterator[Array]:
+        return convert_chunks(rows, np.dtype(dtype), allow_nan, allocate, progress)
 
-def _write_dense(
-    writer: store.Writer,
-    rows: Rows,
-    storage: StoredFormat,
-    allow_nan: bool,
-    allocate: Allocate,
-    progress: Progress,
-) -> bool:
-    """Write dense features; return whether all values are finite."""
-    all_finite, dtype = True, storage.dtype
+    if storage.is_coded:
+        return _write_codes(writer, rows, storage, chunks, allocate)
+    all_finite = True
 
     def checked_chunks() -> Iterator[Array]:
         nonlocal all_finite
-        for chunk in convert_chunks(rows, dtype, allow_nan, allocate, progress):
+        for chunk in chunks(storage.dtype):
             if allow_nan and all_finite:
                 all_finite = bool(np.isfinite(chunk).all())
             yield chunk
 
-    writer.save_rows("features.npy", rows, dtype, storage.pitch_bytes, checked_chunks())
+    writer.save_rows("features.npy", rows, storage.dtype, storage.pitch_bytes, checked_chunks())
     return all_finite
 
 
 def _write_codes(
-    writer: store.Writer,
-    rows: Rows,
-    storage: StoredFormat,
-    allow_nan: bool,
-    allocate: Allocate,
-    progress: Progress,
+    writer: store.Writer, rows: Rows, storage: StoredFormat, read: Chunks, allocate: Allocate
 ) -> bool:
     """Write features as codes, with scales if the format has them.
 
@@ -230,14 +221,14 @@ def _write_codes(
         scales = torch.from_numpy(allocate("scales", rows.num_rows, np.float32))
     elif per is not None:
         maxima = torch.zeros(-(-rows.num_columns // per))
-        for chunk in _float32_chunks(rows, storage, allow_nan, allocate, progress):
+        for chunk in _float32_chunks(rows, storage, read):
             maxima = torch.maximum(maxima, largest(chunk, per))
         scales = compute_scales(maxima, dtype)
 
     def quantized_chunks() -> Iterator[Array]:
         nonlocal all_finite
         done = 0
-        for chunk in _float32_chunks(rows, storage, allow_nan, allocate, progress):
+        for chunk in _float32_chunks(rows, storage, read):
             part = slice(done, done + len(chunk))
             if storage.scales is None:
                 codes = chunk.to(dtype)
@@ -260,13 +251,11 @@ def _write_codes(
     return all_finite
 
 
-def _float32_chunks(
-    rows: Rows, storage: StoredFormat, allow_nan: bool, allocate: Allocate, progress: Progress
-) -> Iterator[Tensor]:
+def _float32_chunks(rows: Rows, storage: StoredFormat, read: Chunks) -> Iterator[Tensor]:
     """Yield the rows as float32; with scales, raise a ValueError for values that are not finite."""
     done = 0
-    for chunk in convert_chunks(rows, np.dtype(np.float32), allow_nan, allocate, progress):
-        if allow_nan and storage.scales is not None and not (is_finite := np.isfinite(chunk)).all():
+    for chunk in read(np.float32):
+        if storage.scales is not None and not (is_finite := np.isfinite(chunk)).all():
             row, column = (int(i) for i in np.argwhere(~is_finite)[0])
             raise ValueError(
                 f"{rows.where}: {chunk[row, column]} in row {done + row}, column {column}, but "
@@ -289,14 +278,7 @@ def _check_in_range(
         )
 
 
-def _write_sparse(
-    writer: store.Writer,
-    rows: Rows,
-    storage: StoredFormat,
-    allow_nan: bool,
-    allocate: Allocate,
-    progress: Progress,
-) -> bool:
+def _write_sparse(writer: store.Writer, rows: Rows, storage: StoredFormat, allow_nan: bool) -> bool:
     """Write sparse features as CSR arrays; return whether all values are finite."""
     assert rows.csr is not None
     csr = rows.csr

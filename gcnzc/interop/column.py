@@ -101,14 +101,10 @@ class Column:
     def _check_rows(self, num_rows: int) -> None:
         rows = self.rows
         if rows.layout not in (torch.strided, torch.sparse_csr):
-            raise ValueError(
-                f"{self.name} is of {rows.layout}\n\n"
-                f"hint: {self.name}.to_dense(), or {self.name}.to_sparse_csr()"
-            )
+            raise ValueError(f"{self.name} is of {rows.layout}, not dense or CSR")
         if rows.ndim == 0 or len(rows) != num_rows:
             raise ValueError(
-                f"{self.name} has shape {tuple(rows.shape)}, but {num_rows} rows are needed\n\n"
-                "hint: one row for each node, or each edge, of the graph"
+                f"{self.name} has shape {tuple(rows.shape)}, but {num_rows} rows are needed"
             )
         if rows.requires_grad:
             raise ValueError(

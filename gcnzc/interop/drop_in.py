@@ -453,10 +453,7 @@ class DropInLoader(DataLoader[Any], ABC):
         """
         check_kind("state", state, Mapping, "pass the result of a loader's state_dict()")
         if state.get("items_crc32") != self._crc32:
-            raise ValueError(
-                "the state is of a loader of other nodes or edges, or of none\n\n"
-                "hint: resume with the items of the run that was saved"
-            )
+            raise ValueError("the state is of a loader of other nodes or edges, or of none")
         own = self._checked_settings()
         if self.options.seed is not None:
             own["seed"] = self.options.seed

@@ -76,12 +76,7 @@ class Options:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.dataloader_options.get("generator") is not None:
-            check_kind(
-                "generator",
-                self.dataloader_options["generator"],
-                torch.Generator,
-                "torch.Generator()",
-            )
+            check_kind("generator", self.dataloader_options["generator"], torch.Generator)
 
     @property
     def has_user_sampler(self) -> bool:
@@ -105,13 +100,7 @@ def split_options(kwargs: dict[str, Any]) -> tuple[int, dict[str, Any], dict[str
         ValueError: `num_workers` is below 0 or too large.
     """
     rest = dict(kwargs)
-    num_workers = check_integer(
-        "num_workers",
-        rest.pop("num_workers", 0),
-        0,
-        THREADS_LIMIT,
-        "0: one thread per core, at most four",
-    )
+    num_workers = check_integer("num_workers", rest.pop("num_workers", 0), 0, THREADS_LIMIT)
     # set by Lightning when it reconstructs a loader
     rest.pop("dataset", None)
     given = {name: rest.pop(name) for name in (*WITHOUT_EFFECT, *ORDERING) if name in rest}
@@ -128,10 +117,9 @@ def check_tables(tables: Any) -> None:
     """
     if tables is None:
         return
-    hint = "tables={'x': gcnzc.FeatureTable(rows)}"
-    check_kind("tables", tables, Mapping, hint)
+    check_kind("tables", tables, Mapping)
     for name, table in tables.items():
-        check_kind(f"tables[{name!r}]", table, FeatureTable, hint)
+        check_kind(f"tables[{name!r}]", table, FeatureTable)
 
 
 def generator(seed: int, epoch: int, items: Tensor) -> torch.Generator:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gcnzc.features.pinning import can_read_host
@@ -45,14 +44,13 @@ AHEAD_LIMIT = 2**16
 def check_sampler(sampler: SamplerProtocol) -> SamplerProtocol:
     """Check that a loader's sampler has the method `sample`, and return it."""
     if not callable(getattr(sampler, "sample", None)):
-        raise TypeError(
-            f"sampler is {describe(sampler)}, which has no method sample(seeds, epoch)\n\n"
-            "hint: gcnzc.Sampler, gcnzc.LinkSampler or DglSampler; None for one with the fanouts"
-        )
+        raise TypeError(f"sampler is {describe(sampler)}, which has no method sample(seeds, epoch)")
     return sampler
 
 
-def check_seeds(seeds: IdsLike, graph: Graph, num_items: int | None, may_be_empty: bool) -> Tensor:
+def check_seeds(
+    seeds: IdsLike, num_nodes: int, num_items: int | None, may_be_empty: bool
+) -> Tensor:
     """Check the seeds' shape, dtype, range and number; return them as (S,) integers on the host."""
     found = as_ids("seeds", seeds, "a mask becomes ids by .nonzero().flatten()")
     found = found.cpu().contiguous()
@@ -61,13 +59,13 @@ def check_seeds(seeds: IdsLike, graph: Graph, num_items: int | None, may_be_empt
             return found
         raise ValueError("seeds is empty: no seeds, so no batches\n\nhint: is the split empty?")
     if num_items is None:
-        check_range("seeds", found, graph.num_nodes, "the graph has {} nodes", "ids of nodes")
+        check_range("seeds", found, num_nodes, "the graph has {} nodes", "ids of nodes")
     else:
         check_range("seeds", found, num_items, "the sampler has {} items", "its items")
     ordered = found.sort().values
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(twice) > 0:
-        is_mask = len(found) == graph.num_nodes and int(ordered[-1]) <= 1
+        is_mask = len(found) == num_nodes and int(ordered[-1]) <= 1
         hint = "seeds.nonzero().flatten(), if it is a mask" if is_mask else "seeds.unique()"
         raise ValueError(
             f"seeds: seed {int(twice[0])} occurs twice ({len(twice)} seeds too many)\n\n"
@@ -179,26 +177,25 @@ def check_table(graph: Graph, table: FeatureTable | None) -> None:
     """Check that the table has one row per node."""
     if table is not None and table.num_rows != graph.num_nodes:
         raise ValueError(
-            f"the table has {table.num_rows} rows, but the graph {graph.num_nodes} nodes\n\n"
-            "hint: one row of features per node is needed"
+            f"the table has {table.num_rows} rows, but the graph {graph.num_nodes} nodes"
         )
 
 
-def check_labels(graph: Graph, labels: Tensor | NDArray[Any] | None) -> Tensor | None:
-    """Check that labels have one row per node; return them on the host."""
+def check_labels(labels: Any, num_rows: int, of: str) -> Tensor | None:
+    """Check that labels have one row for each of `num_rows` nodes or seeds, and return them.
+
+    Args:
+        labels: a tensor, an array or None.
+        num_rows: the number of rows.
+        of: what the rows are of, "nodes" or "seeds".
+    """
     if labels is None:
         return None
     if isinstance(labels, np.ndarray) and labels.dtype.kind in "biuf":
         # torch warns about read-only arrays
         labels = torch.from_numpy(np.require(labels, requirements=["C", "W"]))
     if not isinstance(labels, Tensor):
-        raise TypeError(
-            f"labels is {describe(labels)}\n\n"
-            "hint: a tensor or an array of one row per node, or None"
-        )
-    if labels.ndim == 0 or len(labels) != graph.num_nodes:
-        raise ValueError(
-            f"labels of shape {tuple(labels.shape)} for a graph of {graph.num_nodes} nodes\n\n"
-            "hint: one row of labels per node is needed, of any number for nodes without a label"
-        )
-    return labels.cpu()
+        raise TypeError(f"labels is {describe(labels)}, not a tensor or an array")
+    if labels.ndim == 0 or len(labels) != num_rows:
+        raise ValueError(f"labels of shape {tuple(labels.shape)} for {num_rows} {of}")
+    return labels.detach().cpu()

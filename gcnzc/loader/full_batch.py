@@ -81,9 +81,9 @@ class FullBatchLoader:
         check_table(graph, table)
         self.graph, self.table = graph, table
         seeds = torch.arange(graph.num_nodes) if seeds is None else seeds
-        self.seeds = check_seeds(seeds, graph, None, may_be_empty=False)
+        self.seeds = check_seeds(seeds, graph.num_nodes, None, may_be_empty=False)
         self.num_layers = check_integer("num_layers", num_layers, 1)
-        self.labels = check_labels(graph, labels)
+        self.labels = check_labels(labels, graph.num_nodes, "nodes")
         # unlike a `Loader`, this one may gather all rows on the host and copy them
         self.device = check_loader_device(check_device("device", device), table, copied_share=1.0)
         if dtype is not None:

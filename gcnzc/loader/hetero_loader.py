@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +19,9 @@ from gcnzc.graph.hetero.times import as_times
 from gcnzc.kernels.buffers import Pool
 from gcnzc.loader.base import MinibatchLoader, thread_label
 from gcnzc.loader.checks import (
+    check_labels,
     check_priority,
+    check_seeds,
     check_share,
     check_tables_device,
     choose_copied_share,
@@ -108,10 +109,7 @@ class HeteroLoader(MinibatchLoader[HeteroBatch]):
     ) -> None:
         set_by_subclass = set(vars(self))
         if not isinstance(sampler, HeteroSampler | HeteroLinkSampler):
-            raise TypeError(
-                f"sampler is {describe(sampler)}\n\n"
-                "hint: HeteroSampler(graph, [10, 10]), or HeteroLinkSampler(sampler, edge_type)"
-            )
+            raise TypeError(f"sampler is {describe(sampler)}, not a HeteroSampler")
         self.sampler: HeteroSampler | HeteroLinkSampler = sampler
         self.graph: HeteroGraph = sampler.graph
         self.tables = _check_tables(self.graph, tables)
@@ -127,12 +125,14 @@ class HeteroLoader(MinibatchLoader[HeteroBatch]):
                     f"{name} are of seed nodes, and the sampler samples pairs of nodes\n\n"
                     "hint: HeteroLinkSampler has the times of its edges, and labels its pairs"
                 )
-            self._node_type, self._ids = "", _check_items(seeds, sampler.num_items)
+            count = sampler.num_items
+            given: Any = torch.arange(count) if seeds is None else seeds
+            self._node_type, self._ids = "", check_seeds(given, count, count, may_be_empty=True)
             self.labels = self.seed_times = None
             order, num_items = self._ids, sampler.num_items
         else:
             self._node_type, self._ids = _check_seed_nodes(seeds, self.graph, may_be_empty)
-            self.labels = _check_labels(labels, len(self._ids))
+            self.labels = check_labels(labels, len(self._ids), "seeds")
             self.seed_times = self._check_seed_times(seed_times)
             order, num_items = torch.arange(len(self._ids)), len(self._ids)
         self._set_order(
@@ -179,10 +179,7 @@ class HeteroLoader(MinibatchLoader[HeteroBatch]):
         assert isinstance(sampler, HeteroSampler)
         if sampler.temporal is None:
             if given is not None:
-                raise ValueError(
-                    "seed_times are given, but the sampler ignores times\n\n"
-                    "hint: HeteroSampler(graph, ..., temporal='uniform')"
-                )
+                raise ValueError("seed_times are given, but the sampler ignores times")
             return None
         if given is not None:
             unit = self.graph.time_unit
@@ -190,8 +187,7 @@ class HeteroLoader(MinibatchLoader[HeteroBatch]):
         own = self.graph.nodes(self._node_type).time
         if own is None:
             raise ValueError(
-                f"the seeds of node type {self._node_type!r} have no times, since the type has "
-                "none\n\nhint: pass seed_times, one for each seed"
+                f"the seeds of node type {self._node_type!r} have no times, since the type has none"
             )
         return own[self._ids]
 
@@ -241,16 +237,14 @@ def _check_tables(
         if table.num_rows != graph.num_nodes(name):
             raise ValueError(
                 f"tables[{name!r}] has {table.num_rows} rows, but the type has "
-                f"{graph.num_nodes(name)} nodes\n\nhint: one row of features per node is needed"
+                f"{graph.num_nodes(name)} nodes"
             )
     return dict(given)
 
 
 def _check_seed_nodes(given: Any, graph: HeteroGraph, may_be_empty: bool) -> tuple[str, Tensor]:
     if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], str):
-        raise TypeError(
-            f"seeds is {describe(given)}\n\nhint: a pair of a node type and ids: ('paper', ids)"
-        )
+        raise TypeError(f"seeds is {describe(given)}, not a pair of a node type and ids")
     node_type, ids = given
     name = f"seeds of node type {node_type!r}"
     found = as_ids(name, ids, "a mask becomes ids by .nonzero().flatten()").cpu().contiguous()
@@ -258,31 +252,3 @@ def _check_seed_nodes(given: Any, graph: HeteroGraph, may_be_empty: bool) -> tup
     if len(found) == 0 and not may_be_empty:
         raise ValueError(f"{name} are empty: no batches\n\nhint: is the split empty?")
     return node_type, found
-
-
-def _check_items(given: Any, num_items: int) -> Tensor:
-    if given is None:
-        return torch.arange(num_items)
-    found = as_ids("seeds", given, "indices of the sampler's seed edges").cpu().contiguous()
-    check_range("seeds", found, num_items, "the sampler has {} items", "its items")
-    if len(found.unique()) < len(found):
-        raise ValueError("seeds: a seed edge occurs twice\n\nhint: seeds.unique()")
-    return found
-
-
-def _check_labels(given: Any, num_seeds: int) -> Tensor | None:
-    if given is None:
-        return None
-    if isinstance(given, np.ndarray) and given.dtype.kind in "biuf":
-        # torch warns about read-only arrays
-        given = torch.from_numpy(np.require(given, requirements=["C", "W"]))
-    if not isinstance(given, Tensor):
-        raise TypeError(
-            f"labels is {describe(given)}\n\nhint: a tensor or an array of one row per seed"
-        )
-    if given.ndim == 0 or len(given) != num_seeds:
-        raise ValueError(
-            f"labels of shape {tuple(given.shape)} for {num_seeds} seeds\n\n"
-            "hint: one row of labels for each seed, in the order of the seeds"
-        )
-    return given.detach().cpu()

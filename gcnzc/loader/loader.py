@@ -155,9 +155,9 @@ class Loader(MinibatchLoader[Batch]):
         seed = check_seed("seed", seed)
         self.sampler = Sampler(graph, fanouts, seed) if sampler is None else check_sampler(sampler)
         limit = getattr(self.sampler, "num_items", None)
-        seeds = check_seeds(seeds, graph, limit, check_flag("may_be_empty", may_be_empty))
+        seeds = check_seeds(seeds, graph.num_nodes, limit, check_flag("may_be_empty", may_be_empty))
         # labels stay on the host, where the loader's threads select the rows of a batch
-        self.labels = check_labels(graph, labels)
+        self.labels = check_labels(labels, graph.num_nodes, "nodes")
         check_table(graph, table)
         self.copied_share = check_share(copied_share)
         self.device = check_loader_device(check_device("device", device), table, copied_share)

@@ -68,8 +68,7 @@ def presample(
     batches = check_integer("batches", batches, 4, hint="4 at least; the default is 100")
     if batches % 2:
         raise ValueError(
-            f"batches is {batches}, which is odd, but the minibatches form two equal halves\n\n"
-            f"hint: batches={batches + 1}"
+            f"batches is {batches}, which is odd, but the minibatches form two equal halves"
         )
     batch_size = check_integer("batch_size", batch_size, 1)
     if threads is not None:

@@ -149,8 +149,7 @@ def check_order(kind: object, shuffle: bool, parts: IdsLike | None) -> SeedOrder
     order: SeedOrder = next(each for each in SEED_ORDERS if each == kind)
     if order != "shuffled" and not shuffle:
         raise ValueError(
-            f"seed_order {order!r} with shuffle=False: its seeds are shuffled in each epoch\n\n"
-            "hint: shuffle=True, or seed_order='shuffled', which has no effect without shuffling"
+            f"seed_order {order!r} with shuffle=False: its seeds are shuffled in each epoch"
         )
     if order == "local" and parts is None:
         raise ValueError(
@@ -158,9 +157,7 @@ def check_order(kind: object, shuffle: bool, parts: IdsLike | None) -> SeedOrder
             "hint: parts=gcnzc.graph.partition_graph(graph, world_size, seeds)"
         )
     if order != "local" and parts is not None:
-        raise ValueError(
-            f"parts has no effect with seed_order {order!r}\n\nhint: seed_order='local'"
-        )
+        raise ValueError(f"parts has no effect with seed_order {order!r}")
     return order
 
 
@@ -214,10 +211,7 @@ def resumed_division(state: Mapping[str, Any], own: Division, others: list[Divis
         }:
             return found
     if own.world_size == world_size:
-        raise ValueError(
-            "the state is of a loader with other parts\n\n"
-            "hint: resume with the parts of the loader that was saved"
-        )
+        raise ValueError("the state is of a loader with other parts")
     raise ValueError(
         f"the state is from the middle of an epoch that began with the parts of {world_size} "
         f"ranks, and this loader has {own.world_size}\n\n"

@@ -57,10 +57,7 @@ def check_position(position: int, num_steps: int | None) -> None:
         ValueError: the position is beyond the end of the epoch.
     """
     if num_steps is not None and position > num_steps:
-        raise ValueError(
-            f"state['position'] is {position}, but the epoch has {num_steps} batches\n\n"
-            "hint: load what state_dict() of a loader gave"
-        )
+        raise ValueError(f"state['position'] is {position}, but the epoch has {num_steps} batches")
 
 
 def _is_equal(value: object, own: object) -> bool:

@@ -51,7 +51,7 @@ class _ModelWithoutHeads(Model):
             if layer_class is not SAGELayer:
                 raise ValueError(
                     f"self_loops has no effect on {type(self).__name__}, whose layers include the "
-                    "target itself\n\nhint: omit self_loops"
+                    "target itself"
                 )
             layer_class = partial(SAGELayer, self_loops=True)
         super().__init__(
@@ -206,8 +206,7 @@ class GAT(Model):
         )
         if output_heads is not None and output_linear is True:
             raise ValueError(
-                "output_heads has no effect with output_linear, which computes the logits\n\n"
-                "hint: omit output_heads"
+                "output_heads has no effect with output_linear, which computes the logits"
             )
         attention_dropout = check_probability("attention_dropout", attention_dropout)
         skip = check_flag("skip", skip)

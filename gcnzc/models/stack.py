@@ -270,15 +270,11 @@ class Model(nn.Module):
         """
         layers = len(self.layers)
         if len(blocks) != layers:
-            raise ValueError(
-                f"{len(blocks)} blocks for a model of {layers} layers\n\n"
-                "hint: sample with as many fanouts as the model has layers"
-            )
+            raise ValueError(f"{len(blocks)} blocks for a model of {layers} layers")
         check_columns(self, x.shape[1])
         if len(x) != blocks[0].num_src:
             raise ValueError(
-                f"{len(x)} rows of features for a first block of {blocks[0].num_src} sources\n\n"
-                "hint: pass the features of batch.nodes, in their order"
+                f"{len(x)} rows of features for a first block of {blocks[0].num_src} sources"
             )
         x = self.transform_features(x.to(compute_dtype(parameter_dtype(self), x.device)))
         outputs = []

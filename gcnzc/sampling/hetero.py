@@ -93,8 +93,7 @@ def check_num_neighbors(graph: HeteroGraph, value: Any) -> Fanouts:
         if len(own) != num_hops:
             raise ValueError(
                 f"num_neighbors has {num_hops} hops for edge type {first}, but {len(own)} for "
-                f"{each}: the number of hops must be the same across all edge types\n\n"
-                "hint: one number for each hop; 0 samples no edges"
+                f"{each}: the number of hops must be the same across all edge types"
             )
     return found
 
@@ -334,10 +333,7 @@ def build_full_hetero_blocks(
     last = set(metadata.node_types if targets is None else targets)
     unknown = sorted(last - set(metadata.node_types))
     if unknown:
-        raise ValueError(
-            f"targets has the node type {unknown[0]!r}, which the graph does not have\n\n"
-            f"hint: the node types are {', '.join(metadata.node_types)}"
-        )
+        raise ValueError(f"targets has the node type {unknown[0]!r}, which the graph does not have")
     relations = [
         (graph.edges(each).indices, None, graph.edges(each).indptr) for each in graph.edge_types
     ]
@@ -395,8 +391,7 @@ def _merge(
         end = "" if own.col is None else f" to {int(own.col[error.edge])}"
         raise ValueError(
             f"edge type {edge_type} has an edge from {int(own.row[error.edge])}{end}, but its "
-            f"block has {own.num_src} sources and {own.num_known} destinations\n\n"
-            "hint: build blocks of unchanged minibatches of a HeteroSampler"
+            f"block has {own.num_src} sources and {own.num_known} destinations"
         ) from None
     return HeteroBlock(merged.indptr, merged.indices, merged.pairs, num_src, num_dst, metadata)
 
@@ -737,9 +732,7 @@ class HeteroSampler:
         if self.temporal is not None:
             times = self._seed_times(given, seed_times)
         elif seed_times is not None:
-            raise ValueError(
-                "seed_times are given, but the sampler ignores times\n\nhint: temporal='uniform'"
-            )
+            raise ValueError("seed_times are given, but the sampler ignores times")
         numbers, excluded = self.graph.node_types, self._positions(exclude or {})
         try:
             workspace = self._idle.pop()
@@ -769,10 +762,7 @@ class HeteroSampler:
         if isinstance(seeds, tuple) and len(seeds) == 2 and isinstance(seeds[0], str):
             seeds = {seeds[0]: seeds[1]}
         if not isinstance(seeds, Mapping):
-            raise TypeError(
-                f"seeds is {describe(seeds)}\n\n"
-                "hint: a dict of ids by node type, or a pair such as ('paper', ids)"
-            )
+            raise TypeError(f"seeds is {describe(seeds)}, not a dict of ids by node type")
         if not seeds:
             raise ValueError("seeds has no node types\n\nhint: {'paper': ids}")
         return {
@@ -811,18 +801,14 @@ class HeteroSampler:
         for name, ids in seeds.items():
             if given is not None:
                 if name not in given:
-                    raise ValueError(
-                        f"seed_times has no times for node type {name!r}\n\n"
-                        f"hint: seed_times={{{name!r}: ...}}"
-                    )
+                    raise ValueError(f"seed_times has no times for node type {name!r}")
                 name_of_times = f"seed_times of {name!r}"
                 parts.append(as_times(name_of_times, given[name], len(ids), unit, is_limit=True))
                 continue
             own = self.graph.nodes(name).time
             if own is None:
                 raise ValueError(
-                    f"the seeds of node type {name!r} have no times, since the type has none\n\n"
-                    "hint: pass seed_times, one for each seed"
+                    f"the seeds of node type {name!r} have no times, since the type has none"
                 )
             parts.append(own[ids])
         unknown = [name for name in given or () if name not in seeds]

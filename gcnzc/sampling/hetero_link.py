@@ -310,17 +310,13 @@ class HeteroLinkSampler:
     def _check_times(self, times: Any, *, is_own: bool) -> Tensor | None:
         if self._sampler.temporal is None:
             if times is not None:
-                raise ValueError(
-                    "times are given, but the sampler ignores times\n\n"
-                    "hint: HeteroSampler(graph, ..., temporal='uniform')"
-                )
+                raise ValueError("times are given, but the sampler ignores times")
             return None
         if times is None and is_own:
             times = edge_times(self.graph, self.edge_type)
         if times is None:
             raise ValueError(
-                f"temporal sampling needs the time of each seed edge of {self.edge_type}\n\n"
-                "hint: times=, one for each edge"
+                f"temporal sampling needs the time of each seed edge of {self.edge_type}"
             )
         return as_times("times", times, self.num_items, self.graph.time_unit, is_limit=True)
 
@@ -330,7 +326,7 @@ class HeteroLinkSampler:
             if known.num_nodes(end) != self.graph.num_nodes(end):
                 raise ValueError(
                     f"known has {known.num_nodes(end)} nodes of type {end!r}, not "
-                    f"{self.graph.num_nodes(end)}\n\nhint: both graphs must have the same nodes"
+                    f"{self.graph.num_nodes(end)}"
                 )
         node_times = None
         if self.times is not None and self._sampler.time != "edge":

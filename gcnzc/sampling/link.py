@@ -110,10 +110,7 @@ class LinkSampler:
         if known is None or known is graph:
             self._known = self._sorted
         elif known.num_nodes != graph.num_nodes:
-            raise ValueError(
-                f"known is a graph of {known.num_nodes} nodes, not {graph.num_nodes}\n\n"
-                "hint: both graphs must have the same nodes"
-            )
+            raise ValueError(f"known is a graph of {known.num_nodes} nodes, not {graph.num_nodes}")
         else:
             self._known, _ = _sort_columns(known, False)
         # sorted columns are needed only to find the excluded edges
@@ -241,8 +238,7 @@ def check_edges(edges: Tensor, num_nodes: int) -> Tensor:
     least, greatest = (int(bound) for bound in edges.aminmax())
     if least < 0 or greatest >= num_nodes:
         raise ValueError(
-            f"node ids in edges are from {least} to {greatest}, but the graph has {num_nodes} "
-            "nodes\n\nhint: node ids start at 0"
+            f"node ids in edges are from {least} to {greatest}, but the graph has {num_nodes} nodes"
         )
     return edges
 

@@ -160,12 +160,7 @@ def invalid_graph_errors(graph: Graph) -> Iterator[None]:
 
 def check_graph(graph: object) -> None:
     """Raise a TypeError if `graph` is not a `gcnzc.Graph`."""
-    check_kind(
-        "graph",
-        graph,
-        Graph,
-        "build one with Graph.from_edges, from_csc, from_csr, from_dgl or from_pyg",
-    )
+    check_kind("graph", graph, Graph, "Graph.from_edges, from_csc, from_csr, from_dgl or from_pyg")
 
 
 def check_seeds(name: str, seeds: IdsLike, num_nodes: int) -> Tensor:

@@ -50,15 +50,22 @@ def describe(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def check_kind(name: str, value: object, kinds: type | tuple[type, ...], hint: str) -> None:
+def check_kind(name: str, value: object, kinds: type | tuple[type, ...], hint: str = "") -> None:
     """Check that a value is an instance of a class, or of one of several.
+
+    Args:
+        name: of the argument.
+        value: of the argument.
+        kinds: the class, or several.
+        hint: what to give instead, if the names of the classes do not say it.
 
     Raises:
         TypeError: it is of another class.
     """
     if not isinstance(value, kinds):
         names = [kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,))]
-        raise TypeError(f"{name} is {describe(value)}, not a {' or '.join(names)}\n\nhint: {hint}")
+        hint = f"\n\nhint: {hint}" if hint else ""
+        raise TypeError(f"{name} is {describe(value)}, not a {' or '.join(names)}{hint}")
 
 
 def check_callable(name: str, value: object) -> None:
@@ -220,10 +227,7 @@ def check_edge_index(name: str, value: Any) -> Tensor:
     """
     is_pair = isinstance(value, Tensor) and value.ndim == 2 and len(value) == 2
     if not is_pair or (value.numel() and value.dtype not in (torch.int32, torch.int64)):
-        raise ValueError(
-            f"{name} is {describe(value)}\n\n"
-            "hint: an int64 tensor of shape (2, E), with sources in row 0 and destinations in row 1"
-        )
+        raise ValueError(f"{name} is {describe(value)}, not int64 of shape (2, E)")
     # `torch.tensor([[], []])` is of float32
     return value if value.numel() else value.long()
 

@@ -238,13 +238,7 @@ def _check(
     progress: Progress | None,
     group: Group | None,
 ) -> _Arguments:
-    check_kind(
-        "model",
-        model,
-        Model,
-        "pass a model of gcnzc.models; for another one, compute its outputs on minibatches "
-        "of a Loader with fanouts of -1",
-    )
+    check_kind("model", model, Model, "for others, compute outputs of a Loader with fanouts of -1")
     check_graph(graph)
     check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows)")
     if group is not None:
@@ -263,12 +257,7 @@ def _check(
     batch_nodes = check_integer("batch_nodes", batch_nodes, 1)
     check_callable("progress", progress)
     if layer is not None:
-        layer = check_integer("layer", layer, 1, hint="the first layer is 1; None for the logits")
-        if layer > len(model.layers):
-            raise ValueError(
-                f"layer is {layer}, but the model has {len(model.layers)} layers\n\n"
-                f"hint: the layers are numbered from 1 to {len(model.layers)}"
-            )
+        layer = check_integer("layer", layer, 1, len(model.layers))
     batch_nodes = limit_batch_nodes(graph, batch_nodes)
     workers = Workers(group or Group())
     return _Arguments(model, graph, table, device, nodes, layer, batch_nodes, progress, workers)

@@ -155,8 +155,7 @@ def gat_aggregate(
     check_block("gat_aggregate", indptr, indices, x)
     if len(score_source) != len(x):
         raise ValueError(
-            f"gat_aggregate: score_source has {len(score_source)} rows, but x has {len(x)}\n\n"
-            "hint: both have one row per source"
+            f"gat_aggregate: score_source has {len(score_source)} rows, but x has {len(x)}"
         )
     if self_loops:
         indptr, indices = checked_self_loops("gat_aggregate", indptr, indices, x, self_index)
@@ -199,10 +198,7 @@ def _check_self_index(name: str, self_index: Tensor | None, num_targets: int, x:
     """Check that the source of each target exists, without synchronizing with a GPU."""
     if self_index is None:
         if num_targets > len(x):
-            raise ValueError(
-                f"{name}: {num_targets} targets, but x has {len(x)} sources\n\n"
-                "hint: pass self_index if target t is not source t, or self_loops=False"
-            )
+            raise ValueError(f"{name}: {num_targets} targets, but x has {len(x)} sources")
         return
     check_device(name, "self_index", self_index, x.device)
     if self_index.shape != (num_targets,) or self_index.dtype not in (torch.int32, torch.int64):

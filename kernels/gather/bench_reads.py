@@ -36,7 +36,6 @@ def read_dense(source: Tensor, out: Tensor, *, programs: int | None = None) -> N
     if source.nbytes != out.nbytes or source.nbytes % VECTOR_BYTES:
         raise ValueError(
             f"{source.nbytes} bytes cannot be read into {out.nbytes} as vectors of {VECTOR_BYTES}"
-            "\n\nhint: use equal sizes that are a multiple of 16 bytes"
         )
     words = source.view(torch.int32)
     tile = 32 * WARPS * VECTORS

@@ -426,7 +426,6 @@ def sample_hetero(
     ):
         raise ValueError(
             f"temporal sampling of {total} seeds without disjoint subgraphs or without their times"
-            "\n\nhint: disjoint=True, and one time for each seed"
         )
     if options.disjoint and total * tables.num_keys >= 2**62:
         raise ValueError(f"{total} seeds of a graph of {tables.num_keys} nodes are too many")

@@ -165,10 +165,7 @@ def sample_negatives(
     """
     num_nodes = len(indptr) - 1
     if not 0 < num_nodes <= MAX_NODES:
-        raise ValueError(
-            f"negative sampling in a graph of {num_nodes} nodes\n\n"
-            f"hint: the graph must have 1 to {MAX_NODES} nodes"
-        )
+        raise ValueError(f"negative sampling in a graph of {num_nodes} nodes")
     key = np.array([*split_key(seed), epoch], np.uint64)
     out = np.empty((2, len(items) * num_negatives), np.int64)
     both = kind == "both"

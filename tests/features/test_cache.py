@@ -151,7 +151,7 @@ def test_presampled_minibatches_differ_from_the_runs_and_from_each_other(small, 
     ("options", "message"),
     [
         ({"batches": 3}, "batches is 3"),
-        ({"batches": 5}, r"batches is 5, which is odd, (.|\n)*\n\nhint: batches=6"),
+        ({"batches": 5}, r"batches is 5, which is odd"),
         ({"seeds": torch.empty(0, dtype=torch.int64)}, "seeds is empty"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"fanouts": []}, "fanouts"),
@@ -242,9 +242,8 @@ def test_invalid_cache_sizes_are_rejected(size, message):
     memory = torch.zeros(1000 * 128 + 32)
     begin = -memory.data_ptr() % 128 // 4
     table = FeatureTable(memory[begin : begin + 1000 * 128].view(1000, 128))
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=message):
         gcnzc.cached(table, size, torch.rand(1000), device="cpu")
-    assert "\n\nhint: " in str(error.value)
 
 
 def test_a_ranking_of_another_graph_is_rejected():
@@ -452,7 +451,7 @@ def test_hits_are_balanced_over_the_gpus_of_a_sharded_cache(gpus, small):
     ids=str,
 )
 def test_devices_that_cannot_share_a_cache_are_rejected(given):
-    with pytest.raises(ValueError, match=r"cannot be sharded over \[.*\](.|\n)*GPUs"):
+    with pytest.raises(ValueError, match=r"cannot be sharded over \[.*\]"):
         gcnzc.cached(FeatureTable(torch.zeros(10, 2)), 0.5, torch.rand(10), **given)
 
 

@@ -202,9 +202,8 @@ def test_the_metric_can_be_chosen(tmp_path):
     ],
 )
 def test_arguments_of_inconsistent_shapes_are_rejected(changed, message, tmp_path):
-    with pytest.raises((TypeError, ValueError), match=message) as caught:
+    with pytest.raises((TypeError, ValueError), match=message):
         gcnzc.prepare(tmp_path / "data", **{**GIVEN, "edges": EDGES, **changed})
-    assert "\n\nhint: " in str(caught.value)
     assert not (tmp_path / "data").exists()
 
 

@@ -68,9 +68,8 @@ def test_classes_and_numbers_are_kept():
     ],
 )
 def test_wrong_splits_are_rejected_with_a_message_that_names_them(split, message):
-    with pytest.raises(ValueError, match="^split of node type 'user'(?s:.*)" + message) as error:
+    with pytest.raises(ValueError, match="^split of node type 'user'(?s:.*)" + message):
         graph_of({"num_nodes": 4, "split": split})
-    assert "\n\nhint: " in str(error.value)
 
 
 def test_a_split_may_be_words():

@@ -17,16 +17,13 @@ if importlib.util.find_spec("torch_geometric") is None:
 from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader, TableStore, importing, minibatches
 
 pyg = importing.import_pyg()
+from pyg_recorded import Recorded  # noqa: E402
 from torch_geometric.data import Data  # noqa: E402
 from torch_geometric.loader import LinkNeighborLoader as TheirLinks  # noqa: E402
 from torch_geometric.loader import NeighborLoader as TheirNodes  # noqa: E402
 from torch_geometric.loader import link_loader, node_loader  # noqa: E402
 from torch_geometric.nn import SAGEConv  # noqa: E402
-from torch_geometric.sampler import (  # noqa: E402
-    BaseSampler,
-    NegativeSampling,
-    SamplerOutput,
-)
+from torch_geometric.sampler import NegativeSampling  # noqa: E402
 from torch_geometric.utils import trim_to_layer  # noqa: E402
 
 NODES, EDGES = 300, 3000
@@ -140,39 +137,6 @@ def test_input_nodes_may_be_ids_masks_or_lists(data):
     named = NeighborLoader(data, [2], ids, batch_size=3, input_id=torch.tensor([9, 8, 7]))
     assert next(iter(named)).input_id.tolist() == [9, 8, 7]
     assert named([2, 0]).n_id[:2].tolist() == [250, 7]
-
-
-class Recorded(BaseSampler):
-    """Gives PyG's loaders what a minibatch of ours was made of."""
-
-    def __init__(self, batch):
-        self.batch = batch
-
-    def sample_from_nodes(self, index, **kwargs):
-        return self.output((index.input_id, index.time))
-
-    def sample_from_edges(self, index, neg_sampling=None):
-        batch, pairs = self.batch, neg_sampling is None or neg_sampling.is_binary()
-        if pairs:
-            rest = (batch.edge_label_index, batch.edge_label if "edge_label" in batch else None)
-            return self.output((index.input_id, *rest, None))
-        return self.output(
-            (index.input_id, batch.src_index, batch.dst_pos_index, batch.dst_neg_index, None)
-        )
-
-    def output(self, metadata):
-        batch = self.batch
-        row, col = batch.edge_index
-        return SamplerOutput(
-            batch.n_id,
-            row,
-            col,
-            batch.e_id,
-            None,
-            batch.num_sampled_nodes,
-            batch.num_sampled_edges,
-            metadata=metadata,
-        )
 
 
 def same(mine, theirs):

@@ -11,9 +11,9 @@ if importlib.util.find_spec("torch_geometric") is None:
 from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader, importing
 
 pyg = importing.import_pyg()
+from pyg_recorded import Recorded  # noqa: E402
 from torch_geometric.data import Data, HeteroData  # noqa: E402
 from torch_geometric.loader import node_loader  # noqa: E402
-from torch_geometric.sampler import BaseSampler, SamplerOutput  # noqa: E402
 from torch_geometric.sampler.base import SubgraphType  # noqa: E402
 
 NODES, EDGES, LATEST = 60, 500, 20
@@ -83,31 +83,6 @@ def assert_same(mine, other, name):
         assert torch.equal(mine, other), name
     else:
         assert mine == other, name
-
-
-class Recorded(BaseSampler):
-    """Gives PyG's loader the sampled nodes and edges of a minibatch of ours."""
-
-    edge_permutation = None
-
-    def __init__(self, batch):
-        self.batch = batch
-
-    def sample_from_edges(self, *args, **kwargs):
-        raise NotImplementedError
-
-    def sample_from_nodes(self, index, **kwargs):
-        row, col = self.batch.edge_index
-        return SamplerOutput(
-            node=self.batch.n_id,
-            row=row,
-            col=col,
-            edge=self.batch.e_id,
-            batch=self.batch.get("batch"),
-            num_sampled_nodes=self.batch.get("num_sampled_nodes"),
-            num_sampled_edges=self.batch.get("num_sampled_edges"),
-            metadata=(index.input_id, index.time),
-        )
 
 
 def assert_equals_pygs(mine, theirs):

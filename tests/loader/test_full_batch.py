@@ -138,7 +138,7 @@ def test_the_state_of_another_loader_is_rejected(seeds, layers, name, graph, tab
     [
         ({"seeds": [1, 1]}, "seed 1 occurs twice"),
         ({"seeds": []}, "seeds is empty"),
-        ({"labels": np.zeros(59)}, r"labels of shape \(59,\) for a graph of 60 nodes"),
+        ({"labels": np.zeros(59)}, r"labels of shape \(59,\) for 60 nodes"),
         ({"table": FeatureTable(torch.ones(59, 2))}, "the table has 59 rows"),
         ({"dtype": torch.int32}, "dtype is torch.int32\n\nhint: torch.float32"),
         ({"device": "meta"}, "device meta: batches go to cpu or cuda"),

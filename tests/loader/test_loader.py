@@ -267,9 +267,7 @@ def test_an_invalid_state_is_rejected(make):
     loader = make()
     with pytest.raises(ValueError, match=r"lacks batch_size(?s:.*)hint: "):
         loader.load_state_dict({"epoch": 1, "position": 0})
-    with pytest.raises(
-        ValueError, match=r"\['position'\] is 17, but the epoch has 16(?s:.*)hint: "
-    ):
+    with pytest.raises(ValueError, match=r"\['position'\] is 17, but the epoch has 16"):
         loader.load_state_dict(loader.state_dict() | {"position": 17})
     with pytest.raises(ValueError, match=r"state\['epoch'\] is -1"):
         loader.load_state_dict(loader.state_dict() | {"epoch": -1})
@@ -498,14 +496,14 @@ def test_a_process_can_end_with_prefetched_batches():
         ({"batch_size": 1, "world_size": 3}, "1 are left"),
         ({"batch_size": 1001, "drop_last": True}, "do not fill one step"),
         ({"table": FeatureTable(torch.zeros(5, 3))}, "table has 5 rows, but the graph 3000"),
-        ({"labels": torch.zeros(5)}, r"labels of shape \(5,\) for a graph of 3000"),
+        ({"labels": torch.zeros(5)}, r"labels of shape \(5,\) for 3000 nodes"),
         ({"threads": 0}, "threads is 0"),
         ({"ahead": 0}, "ahead is 0"),
         ({"device": "meta"}, "device meta"),
     ],
 )
 def test_invalid_arguments_are_rejected(make, options, words):
-    with pytest.raises(ValueError, match=rf"(?s){words}.*\n\nhint: "):
+    with pytest.raises(ValueError, match=words):
         make(**options)
 
 

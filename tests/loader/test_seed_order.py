@@ -210,7 +210,7 @@ def test_parts_of_another_number_of_ranks_are_needed_only_within_an_epoch(make):
 def test_the_state_of_other_parts_is_rejected(make):
     state = make(seed_order="local", world_size=2).state_dict() | {"position": 1}
     other = make(seed_order="local", world_size=2, parts=torch.arange(NUM_NODES) % 2)
-    with pytest.raises(ValueError, match="other parts\n\nhint: "):
+    with pytest.raises(ValueError, match="other parts"):
         other.load_state_dict(state)
 
 
@@ -249,5 +249,5 @@ def test_an_invalid_state_is_rejected_and_changes_nothing(make, change, words):
     ],
 )
 def test_invalid_arguments_are_rejected(make, options, words):
-    with pytest.raises(ValueError, match=rf"(?s){words}.*\n\nhint: "):
+    with pytest.raises(ValueError, match=words):
         make(world_size=2, **options)

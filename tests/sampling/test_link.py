@@ -213,7 +213,7 @@ def test_a_loader_iterates_over_edge_indices(graph, edges):
     ],
 )
 def test_invalid_options_are_rejected(more, message, graph, edges):
-    with pytest.raises(ValueError, match=rf"{message}.*\n\nhint: "):
+    with pytest.raises(ValueError, match=message):
         LinkSampler(graph, edges, [2], **more)
 
 
@@ -228,7 +228,7 @@ def test_invalid_options_are_rejected(more, message, graph, edges):
     ],
 )
 def test_edges_that_are_not_in_the_graph_are_rejected(wrong, message, graph):
-    with pytest.raises(ValueError, match=rf"{message}[\s\S]*hint: "):
+    with pytest.raises(ValueError, match=message):
         LinkSampler(graph, wrong, [2])
 
 

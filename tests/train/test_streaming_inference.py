@@ -220,7 +220,7 @@ def test_wrong_folders_and_memory_are_refused(small, tmp_path, monkeypatch):
         inference(model, graph, table, scratch=tmp_path, memory=1000)
     with pytest.raises(ValueError, match="no folder for layer outputs"):
         inference(model, graph, table, memory=1 << 20)
-    with pytest.raises(ValueError, match="layer is 4, but the model has 3"):
+    with pytest.raises(ValueError, match="layer is 4, but must be at most 3"):
         inference(model, graph, table, layer=4)
     with pytest.raises(TypeError, match="scratch"):
         inference(model, graph, table, scratch=3)

@@ -308,17 +308,14 @@ def check_names(nodes: object, edges: object) -> None:
         raise ValueError("the graph has no node types\n\nhint: nodes={'user': 100, 'item': 50}")
     for node_type in nodes:
         if not isinstance(node_type, str) or not node_type:
-            raise TypeError(f"a node type is {describe(node_type)}\n\nhint: a name, as a string")
+            raise TypeError(f"a node type is {describe(node_type)}, not a name")
     for edge_type in edges:
         if (
             not isinstance(edge_type, tuple)
             or len(edge_type) != 3
             or not all(isinstance(part, str) for part in edge_type)
         ):
-            raise TypeError(
-                f"an edge type is {describe(edge_type)}\n\n"
-                "hint: (source type, relation, destination type), three strings"
-            )
+            raise TypeError(f"an edge type is {describe(edge_type)}, not three strings")
         for part in (edge_type[0], edge_type[2]):
             if part not in nodes:
                 raise ValueError(
@@ -337,14 +334,10 @@ def _check_nodes(node_type: str, store: NodeStore) -> None:
         if rows is not None:
             check_kind(f"{what} of {name}", rows, Tensor, "HeteroGraph.from_arrays converts arrays")
         if rows is not None and len(rows) != store.num_nodes:
-            raise ValueError(
-                f"{name} has {store.num_nodes} nodes, but {len(rows)} rows of {what}\n\n"
-                "hint: one row for each node"
-            )
+            raise ValueError(f"{name} has {store.num_nodes} nodes, but {len(rows)} rows of {what}")
     if store.quantized is not None and len(store.quantized.rows) != store.num_nodes:
         raise ValueError(
             f"{name} has {store.num_nodes} nodes, but {len(store.quantized.rows)} rows of features"
-            "\n\nhint: one row for each node"
         )
     _check_vector(f"time of {name}", store.time, store.num_nodes, torch.int64)
 
@@ -358,7 +351,7 @@ def _check_edges(edge_type: EdgeType, store: EdgeStore, num_src: int, num_dst: i
     if int(store.indptr[0]) != 0 or int(store.indptr[-1]) != store.num_edges:
         raise ValueError(
             f"indptr of {name} goes from {int(store.indptr[0])} to {int(store.indptr[-1])}, with "
-            f"{store.num_edges} edges\n\nhint: it starts at 0 and ends at the number of edges"
+            f"{store.num_edges} edges"
         )
     for what, dtype in (
         ("edge_ids", torch.int64),
@@ -368,10 +361,7 @@ def _check_edges(edge_type: EdgeType, store: EdgeStore, num_src: int, num_dst: i
         _check_vector(f"{what} of {name}", getattr(store, what), store.num_edges, dtype)
     rows = store.features if store.quantized is None else store.quantized.rows
     if rows is not None and len(rows) != store.num_edges:
-        raise ValueError(
-            f"{name} has {store.num_edges} edges, but {len(rows)} rows of features\n\n"
-            "hint: one row for each edge"
-        )
+        raise ValueError(f"{name} has {store.num_edges} edges, but {len(rows)} rows of features")
 
 
 def _check_vector(name: str, vector: Tensor | None, length: int, dtype: torch.dtype) -> None:
@@ -413,5 +403,5 @@ def _check_values(edge_type: EdgeType, store: EdgeStore, num_src: int) -> None:
             place = int(is_wrong.nonzero()[0])
             raise ValueError(
                 f"{name}: the weight of the edge at position {place} is "
-                f"{float(store.weight[place])}\n\nhint: weights are finite and at least 0"
+                f"{float(store.weight[place])}"
             )

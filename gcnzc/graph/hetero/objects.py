@@ -44,10 +44,7 @@ def from_pyg(
             values are wrong, see `from_arrays`.
     """
     if not isinstance(getattr(data, "edge_types", None), list) or not hasattr(data, "node_stores"):
-        raise TypeError(
-            f"data is {describe(data)}\n\nhint: a torch_geometric.data.HeteroData; for Data, "
-            "gcnzc.Graph.from_pyg(data)"
-        )
+        raise TypeError(f"data is {describe(data)}, not a HeteroData")
     _check_attribute("time_attr", time_attr, [*data.node_stores, *data.edge_stores])
     _check_attribute("weight_attr", weight_attr, data.edge_stores)
     nodes = {}
@@ -94,7 +91,7 @@ def _num_nodes_of_pyg(node_type: str, store: Any) -> int | None:
     if not store.can_infer_num_nodes:
         raise ValueError(
             f"the number of nodes of node type {node_type!r} is unknown: it has no attribute with "
-            f"one row for each node\n\nhint: data[{node_type!r}].num_nodes = ..."
+            f"one row for each node"
         )
     return int(store.num_nodes)
 
@@ -103,10 +100,7 @@ def _edge_index_of_pyg(edge_type: tuple[str, str, str], store: Any) -> Any:
     if "edge_index" in store:
         return store["edge_index"]
     if "adj_t" not in store:
-        raise ValueError(
-            f"edge type {edge_type} has neither edge_index nor adj_t\n\n"
-            "hint: data[edge_type].edge_index of shape (2, E)"
-        )
+        raise ValueError(f"edge type {edge_type} has neither edge_index nor adj_t")
     adjacency = store["adj_t"]
     if hasattr(adjacency, "coo"):
         row, col, _ = adjacency.coo()

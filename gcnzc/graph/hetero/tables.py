@@ -234,12 +234,7 @@ def _labels(name: str, table: Table, given: Any) -> tuple[NDArray[Any], list[str
 def _split(name: str, table: Table, given: Any) -> Any:
     if isinstance(given, str):
         return _column(name, table, given, "split").astype(object)
-    check_kind(
-        f"splits[{name!r}]",
-        given,
-        Mapping,
-        "the name of a column, or the times at which parts begin, {'valid': time, 'test': time}",
-    )
+    check_kind(f"splits[{name!r}]", given, (str, Mapping))
     if table.time is None:
         raise ValueError(f"splits[{name!r}] has times, but table {name!r} has none")
     return split_by_time(f"splits[{name!r}]", _column(name, table, table.time, "time"), given)

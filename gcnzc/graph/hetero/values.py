@@ -80,19 +80,14 @@ def as_features(name: str, value: Any, count: int) -> Tensor:
         if features.layout == torch.sparse_coo and features.ndim == 2:
             features = features.to_sparse_csr()
         if features.layout not in (torch.strided, torch.sparse_csr):
-            raise ValueError(
-                f"{name} is {describe(value)} of layout {features.layout}\n\n"
-                "hint: features are dense, or a sparse matrix (N, D) in CSR format"
-            )
+            raise ValueError(f"{name} is {describe(value)} of {features.layout}, not dense or CSR")
         if features.layout == torch.sparse_csr:
             # the only dtype of sparse tables
             features = features.to(torch.float32)
     else:
         array = to_array(name, value)
         if array.dtype.kind not in "fiub":
-            raise ValueError(
-                f"{name} has type {array.dtype}\n\nhint: features are numbers; encode text first"
-            )
+            raise ValueError(f"{name} has type {array.dtype}, not numbers")
         features = torch.from_numpy(writable(array))
     if features.ndim == 1:
         features = features.unsqueeze(1)
@@ -106,8 +101,7 @@ def as_features(name: str, value: Any, count: int) -> Tensor:
 def _to_torch_csr(name: str, matrix: Any) -> Tensor:
     if matrix.ndim != 2 or matrix.dtype.kind not in "fiub":
         raise ValueError(
-            f"{name} is a SciPy matrix of type {matrix.dtype} and shape {matrix.shape}\n\n"
-            "hint: features are numbers, (N, D)"
+            f"{name} is a SciPy matrix of type {matrix.dtype} and shape {matrix.shape}"
         )
     csr = matrix.tocsr()
     csr.sum_duplicates()
@@ -200,14 +194,11 @@ def as_split(name: str, value: Any, count: int) -> dict[str, Tensor]:
                 "hint: convert a mask to bool, and ids to int64"
             )
         if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
-            raise ValueError(
-                f"{own} has shape {ids.shape} and type {ids.dtype}\n\nhint: node ids, or a mask"
-            )
+            raise ValueError(f"{own} has shape {ids.shape}, type {ids.dtype}: not ids or a mask")
         ids = ids.astype(np.int64)
         if (place := first_true((ids < 0) | (ids >= count))) is not None:
             raise ValueError(
-                f"{own} contains the node {ids[place]}, but the type has {count} nodes\n\n"
-                f"hint: ids are from 0 to {count - 1}"
+                f"{own} contains the node {ids[place]}, but the type has {count} nodes"
             )
         split[part] = torch.from_numpy(ids)
     check_parts(name, split, count)

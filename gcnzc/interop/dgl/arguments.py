@@ -23,9 +23,7 @@ def check_graph(graph: Any) -> None:
     """
     dgl = import_dgl()
     if not isinstance(graph, dgl.DGLGraph) or graph.is_block:
-        raise ValueError(
-            f"graph: DataLoader does not support {describe(graph)}\n\nhint: a dgl.DGLGraph"
-        )
+        raise ValueError(f"graph: DataLoader does not support {describe(graph)}")
     if not graph.canonical_etypes:
         raise ValueError("the graph has no edge types to sample from")
     for kind in graph.ntypes if is_typed(graph) else ():
@@ -72,8 +70,7 @@ def check_sampler(graph: Any, graph_sampler: Any, sampler_library: Any) -> None:
         )
     if inner.output_device is not None and torch.device(inner.output_device).type != "cpu":
         raise ValueError(
-            f"DataLoader does not support a sampler's output_device {inner.output_device}\n\n"
-            "hint: DataLoader(..., device=...)"
+            f"DataLoader does not support a sampler's output_device {inner.output_device}"
         )
 
 
@@ -162,8 +159,7 @@ def check_reverse_edges(graph: Any, sampler: Any, edge_types: Iterable[Any]) -> 
             if graph.num_edges(each) != graph.num_edges(other):
                 raise ValueError(
                     f"reverse_etypes: {each} has {graph.num_edges(each)} edges, but {other} has "
-                    f"{graph.num_edges(other)}\n\n"
-                    "hint: an edge and its reverse edge have the same id"
+                    f"{graph.num_edges(other)}"
                 )
     if sampler.exclude == "reverse_id":
         ids = sampler.reverse_eids
@@ -287,7 +283,6 @@ def _check_ids(name: str, indices: Any, graph: Any, kind: Kind) -> Tensor:
         if len(twice) > 0:
             raise ValueError(
                 f"index {int(twice[0])} occurs twice in {name} ({len(twice)} duplicates in all)"
-                "\n\nhint: indices.unique()"
             )
     return ids
 

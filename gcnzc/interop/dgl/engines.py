@@ -119,8 +119,7 @@ class EdgeEngine:
         found = sample_with_dgl(lambda: sampler(graph, items), self._seed, epoch, items)
         if not isinstance(found, tuple) or len(found) != 2:
             raise ValueError(
-                f"{type(sampler).__name__} returned a {type(found).__name__}\n\n"
-                "hint: a negative sampler returns sources and destinations of a graph without types"
+                f"{type(sampler).__name__} returned a {type(found).__name__}, not two tensors"
             )
         return [ends.long() for ends in found]
 

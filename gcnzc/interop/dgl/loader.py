@@ -131,10 +131,7 @@ class DataLoader(DropInLoader):
         check_tables(tables)
         if kwargs.pop("collate_fn", None) is not None:
             # DGL's loader does not support it either
-            raise ValueError(
-                "DataLoader does not support collate_fn\n\n"
-                "hint: transform each minibatch in the training loop"
-            )
+            raise ValueError("DataLoader does not support collate_fn")
         if gpu_cache:
             raise ValueError(
                 "DataLoader does not support gpu_cache\n\n"

@@ -33,16 +33,9 @@ def check_num_neighbors(num_neighbors: Any, loader_name: str) -> list[int]:
         num_neighbors = num_neighbors.values
     if isinstance(num_neighbors, Mapping):
         raise ValueError(
-            f"num_neighbors is a dict: {loader_name} does not support num_neighbors by edge "
-            "type\n\n"
-            "hint: a list with one number for each hop, such as [10, 5]; there are no edge types"
+            f"num_neighbors is a dict: {loader_name} does not support num_neighbors by edge type"
         )
-    check_kind(
-        "num_neighbors",
-        num_neighbors,
-        (list, tuple),
-        "a list with one number for each hop, such as [10, 5]",
-    )
+    check_kind("num_neighbors", num_neighbors, (list, tuple))
     return list(check_fanouts("num_neighbors", num_neighbors)) if num_neighbors else []
 
 
@@ -147,10 +140,7 @@ def strip_type(name: str, given: Any) -> Any:
     if isinstance(first, tuple | list) and len(first):
         first = first[0]
     if isinstance(first, str):
-        raise ValueError(
-            f"gcnzc's loader does not support types, but {name} has {first!r}\n\n"
-            "hint: pass ids, a mask or edges without a node or edge type"
-        )
+        raise ValueError(f"gcnzc's loader does not support types, but {name} has {first!r}")
     if isinstance(given, tuple | list) and len(given) == 2 and given[0] is None:
         return given[1]
     return given

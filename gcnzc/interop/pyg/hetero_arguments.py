@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
-import numpy as np
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
@@ -149,36 +148,31 @@ def check_typed_nodes(
     return node_type, *check_node_ids(nodes, input_id, graph.num_nodes(node_type))
 
 
-def check_input_time(
-    input_time: Any, typed: TypedGraph | None, node_type: str, num_items: int
+def check_times(
+    name: str, given: Any, typed: TypedGraph | None, num_items: int, node_type: str | None = None
 ) -> Tensor | None:
-    """Return the times of the items, int64; None if those of the nodes are used.
+    """Return the times of the items, int64; None if none are given.
 
     Args:
-        input_time: as given by the user.
+        name: of the argument.
+        given: as given by the user.
         typed: the graph; None if sampling is not temporal.
-        node_type: the type of the items.
         num_items: the number of items.
+        node_type: the type of the items if they are nodes, which may have times of their own.
 
     Raises:
         ValueError: there are times but no `time_attr`, or the reverse, or the times are wrong.
     """
-    if input_time is not None:
-        if typed is None or typed.time is None:
-            raise ValueError("input_time was given without time_attr")
-        shape = np.shape(input_time)
-        if len(shape) == 1 and shape[0] != num_items:
-            # other shapes are reported by `as_times`
-            raise ValueError(
-                f"input_time has {shape[0]} times, but there are {num_items} input nodes"
-            )
-        unit = typed.graph.time_unit
-        return as_times("input_time", input_time, num_items, unit, is_limit=True)
-    if typed is not None and typed.time and typed.graph.nodes(node_type).time is None:
-        raise ValueError(
-            f"the nodes of type {node_type!r} have no times, and input_time was not given"
-        )
-    return None
+    if typed is not None and typed.time is None:
+        typed = None
+    if given is None:
+        if typed is not None and (node_type is None or typed.graph.nodes(node_type).time is None):
+            of = "" if node_type is None else f", and the nodes of type {node_type!r} have no times"
+            raise ValueError(f"time_attr was given, but {name!r} is not set{of}")
+        return None
+    if typed is None:
+        raise ValueError(f"{name} was given without time_attr")
+    return as_times(name, given, num_items, typed.graph.time_unit, is_limit=True)
 
 
 def check_typed_edges(given: Any, data: Any, graph: HeteroGraph) -> tuple[EdgeType, Tensor]:
@@ -223,29 +217,6 @@ def _canonical_type(names: tuple[str, ...], graph: HeteroGraph) -> EdgeType:
         return names
     found = [each for each in graph.edge_types if (each[0], each[2]) == names]
     return found[0] if len(found) == 1 else (names[0], "to", names[1])
-
-
-def check_label_time(given: Any, typed: TypedGraph | None, num_items: int) -> Tensor | None:
-    """Return the times of the edges, int64; None without temporal sampling.
-
-    Args:
-        given: as given by the user.
-        typed: the graph; None if sampling is not temporal.
-        num_items: the number of edges.
-
-    Raises:
-        ValueError: there are times but no `time_attr`, or the reverse, or the times are wrong.
-    """
-    hint = "hint: temporal sampling requires both"
-    is_temporal = typed is not None and typed.time is not None
-    if is_temporal and given is None:
-        raise ValueError(f"time_attr was given, but 'edge_label_time' is not set\n\n{hint}")
-    if given is not None and not is_temporal:
-        raise ValueError(f"edge_label_time was given without time_attr\n\n{hint}")
-    if given is None or typed is None:
-        return None
-    unit = typed.graph.time_unit
-    return as_times("edge_label_time", given, num_items, unit, is_limit=True)
 
 
 def times_crc32(times: Tensor | None) -> int:

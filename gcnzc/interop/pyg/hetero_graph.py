@@ -218,7 +218,6 @@ def read_typed_attributes(
         if kind not in numbers:
             raise ValueError(
                 f"data has the type {kind!r}, which it did not have when the loader was created"
-                "\n\nhint: create another loader; only attributes of existing types may change"
             )
         for name, value in dict(store.items()).items():
             if name == "num_nodes" and kind in graph.node_types:
@@ -291,10 +290,7 @@ def _missing(argument: str, name: str) -> ValueError:
 def _num_nodes(node_type: str, store: Any) -> int:
     number = store.num_nodes
     if number is None:
-        raise ValueError(
-            f"the number of nodes of node type {node_type!r} is unknown\n\n"
-            f"hint: data[{node_type!r}].num_nodes = ..."
-        )
+        raise ValueError(f"the number of nodes of node type {node_type!r} is unknown")
     return int(number)
 
 

@@ -21,7 +21,7 @@ from gcnzc.interop.pyg.arguments import (
 from gcnzc.interop.pyg.graph import to_csc
 from gcnzc.interop.pyg.hetero_arguments import (
     SamplingArguments,
-    check_label_time,
+    check_times,
     check_typed_edges,
 )
 from gcnzc.interop.pyg.hetero_graph import Key, TypedGraph
@@ -279,7 +279,7 @@ class LinkNeighborLoader(
         num_items = self._edges.shape[1]
         check_input_id(self.input_id, num_items)
         given = self.edge_label_time
-        self._times = check_label_time(given, typed, num_items)
+        self._times = check_times("edge_label_time", given, typed, num_items)
         # a tensor keeps its dtype, as in PyG
         self._label_time = given.cpu() if isinstance(given, Tensor) else self._times
         self._candidates = self._negative_nodes(ends)

@@ -13,7 +13,7 @@ from gcnzc.interop.pyg.arguments import check_nodes, check_num_neighbors
 from gcnzc.interop.pyg.graph import to_csc
 from gcnzc.interop.pyg.hetero_arguments import (
     SamplingArguments,
-    check_input_time,
+    check_times,
     check_typed_nodes,
 )
 from gcnzc.interop.pyg.hetero_graph import TypedGraph
@@ -134,7 +134,7 @@ class NeighborLoader(PygLoader, import_pyg().loader.NeighborLoader):  # type: ig
 
     def _set_times(self, typed: TypedGraph | None, node_type: str) -> None:
         given = self.input_time
-        self._times = check_input_time(given, typed, node_type, len(self._nodes))
+        self._times = check_times("input_time", given, typed, len(self._nodes), node_type)
         # a tensor keeps its dtype, as in PyG
         self._seed_time = given.cpu() if isinstance(given, Tensor) else self._times
 

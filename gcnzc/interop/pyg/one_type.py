@@ -79,8 +79,7 @@ def _attribute(data: Any, argument: str, name: str | None) -> Any:
     if name in data and (data.is_node_attr(name) or data.is_edge_attr(name)):
         return data[name]
     raise ValueError(
-        f"{argument} is {name!r:.100}, which is not an attribute of nodes or edges of the data\n\n"
-        f"hint: data.{name} = ..., a tensor with one value for each edge or node"
+        f"{argument} is {name!r:.100}, which is not an attribute of nodes or edges of the data"
     )
 
 

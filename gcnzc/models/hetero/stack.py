@@ -164,10 +164,7 @@ class HeteroModel(nn.Module):
                 or columns.
         """
         if len(blocks) != len(self.layers):
-            raise ValueError(
-                f"{len(blocks)} blocks for a model of {len(self.layers)} layers\n\n"
-                "hint: sample with as many hops as the model has layers"
-            )
+            raise ValueError(f"{len(blocks)} blocks for a model of {len(self.layers)} layers")
         self._check_blocks(blocks)
         return self.project_outputs(self._compute_layers(blocks, x))
 
@@ -206,16 +203,10 @@ class HeteroModel(nn.Module):
         """
         count = len(blocks)
         if not 1 <= count <= len(self.layers):
-            raise ValueError(
-                f"{count} blocks for a model of {len(self.layers)} layers\n\n"
-                "hint: pass one block for each layer up to that whose outputs are needed"
-            )
+            raise ValueError(f"{count} blocks for a model of {len(self.layers)} layers")
         computed = self.layer_types(count)
         if node_type not in computed:
-            raise ValueError(
-                f"layer {count} does not compute node type {node_type!r:.100}\n\n"
-                f"hint: it computes {', '.join(computed)}"
-            )
+            raise ValueError(f"layer {count} does not compute node type {node_type!r:.100}")
         self._check_blocks(blocks)
         return self._compute_layers(blocks, x)[self.metadata.node_types.index(node_type)]
 
@@ -308,15 +299,12 @@ class HeteroModel(nn.Module):
                 "hint: for types without features, pass rows of a trainable embedding"
             )
         if not isinstance(features, Tensor) or features.is_complex():
-            raise TypeError(
-                f"x[{name!r}] is {describe(features)}\n\nhint: a tensor of features, real numbers"
-            )
+            raise TypeError(f"x[{name!r}] is {describe(features)}, not real numbers")
         expected = (count, self.in_features[name])
         if features.shape != expected:
             raise ValueError(
                 f"x[{name!r}] has shape {tuple(features.shape)}, but the first block and the model "
-                f"have {expected}\n\n"
-                "hint: one row for each of batch.nodes, and in_features columns"
+                f"have {expected}"
             )
 
     def _check_blocks(self, blocks: Sequence[HeteroBlock]) -> None:
@@ -325,13 +313,12 @@ class HeteroModel(nn.Module):
             if block.metadata != self.metadata:
                 raise ValueError(
                     f"blocks[{index}] has other metadata than the model: {block.metadata}; the "
-                    f"model has {self.metadata}\n\nhint: create the model with graph.metadata()"
+                    f"model has {self.metadata}"
                 )
             if index and block.num_src != blocks[index - 1].num_dst:
                 raise ValueError(
                     f"blocks[{index}] has {block.num_src} sources, but blocks[{index - 1}] has "
-                    f"{blocks[index - 1].num_dst} destinations\n\n"
-                    "hint: pass all blocks of one minibatch, input layer first"
+                    f"{blocks[index - 1].num_dst} destinations"
                 )
 
 
@@ -369,8 +356,7 @@ def _check_targets(metadata: HeteroMetadata, target: str | Sequence[str]) -> tup
     for name in targets:
         if name not in metadata.node_types:
             raise ValueError(
-                f"target is {name!r:.100}, but the node types are {list(metadata.node_types)}\n\n"
-                "hint: the node type whose outputs are computed"
+                f"target is {name!r:.100}, but the node types are {list(metadata.node_types)}"
             )
     return tuple(dict.fromkeys(targets))
 
@@ -380,14 +366,12 @@ def _check_projected(metadata: HeteroMetadata, given: bool | Collection[str]) ->
     if isinstance(given, bool):
         return set(metadata.node_types) if given else set()
     if isinstance(given, str) or not isinstance(given, Collection):
-        raise TypeError(
-            f"input_linear is {describe(given)}\n\nhint: True, False, or a list of node types"
-        )
+        raise TypeError(f"input_linear is {describe(given)}, not True, False or node types")
     for name in given:
         if name not in metadata.node_types:
             raise ValueError(
                 f"input_linear has the node type {name!r:.100}, but the node types are "
-                f"{list(metadata.node_types)}\n\nhint: remove it"
+                f"{list(metadata.node_types)}"
             )
     return set(given)
 
@@ -416,7 +400,7 @@ def _check_in_features(
         if name not in metadata.node_types:
             raise ValueError(
                 f"in_features has the node type {name!r:.100}, but the node types are "
-                f"{list(metadata.node_types)}\n\nhint: remove it"
+                f"{list(metadata.node_types)}"
             )
     for t in needed:
         name = metadata.node_types[t]

@@ -195,7 +195,7 @@ def test_arguments_that_do_not_match_are_rejected():
         edge_softmax(indptr, indices, source, target.to("meta"))
     with pytest.raises(ValueError, match="weight is on meta, but the rows are on cpu"):
         weighted_spmm(indptr, indices, torch.randn(len(indices), 2, device="meta"), x)
-    with pytest.raises(ValueError, match=r"score_source has 60 rows, but x has 70\n\nhint"):
+    with pytest.raises(ValueError, match=r"score_source has 60 rows, but x has 70"):
         gat_aggregate(indptr, indices, x, source[:60], target)
 
 
@@ -213,7 +213,7 @@ def test_self_loops_of_targets_that_do_not_exist_are_rejected():
         with pytest.raises(ValueError, match=message):
             gat_aggregate(indptr, indices, x, source, target, self_index=wrong)
     few = torch.zeros_like(indices)
-    with pytest.raises(ValueError, match="50 targets, but x has 40 sources\n\nhint"):
+    with pytest.raises(ValueError, match="50 targets, but x has 40 sources"):
         gat_aggregate(indptr, few, x[:40], source[:40], target)
     found = gat_aggregate(indptr, few, x[:40], source[:40], target, self_loops=False)
     assert found.shape == (50, 2, 3)

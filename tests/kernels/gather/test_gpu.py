@@ -1,8 +1,6 @@
 """Every layout of lanes equals the reference bit for bit, for every alignment of rows."""
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -280,41 +278,6 @@ def test_checks_ids_if_the_environment_variable_is_set(outside, device):
     good = (ids >= 0) & (ids < 40)
     assert torch.equal(out[good], table[ids[good]])
     assert not out[~good].any()
-
-
-GUARDED = """
-import os
-os.environ["TRITON_INTERPRET"] = "1"
-import ctypes, mmap, torch
-from gcnzc.kernels.gather.gpu import gather_rows
-from tests.fast_interpreter import accept_new_numpy
-
-accept_new_numpy()
-# pages that may be read, between two that may not: one vector too many ends this process
-page = mmap.PAGESIZE
-memory = mmap.mmap(-1, 6 * page)
-everything = torch.frombuffer(memory, dtype=torch.uint8)
-everything.random_()
-rows = everything[page:-page].clone()
-table = everything[page:-page]
-libc = ctypes.CDLL(None, use_errno=True)
-for guard in (everything.data_ptr(), everything.data_ptr() + 5 * page):
-    assert libc.mprotect(ctypes.c_void_p(guard), page, 0) == 0
-for layout in ("scalar", "vector", "wrapped", "shifted"):
-    for row_bytes in (1, 3, 17, 64, 65, 100, 127, 400, 1000, 2001):
-        num_rows = 4 * page // row_bytes
-        for at in (0, 4 * page - num_rows * row_bytes):
-            part = table[at : at + num_rows * row_bytes].view(num_rows, row_bytes)
-            want = rows[at : at + num_rows * row_bytes].view(num_rows, row_bytes)
-            ids = torch.tensor([0, num_rows - 1, num_rows // 2])
-            assert torch.equal(gather_rows(part, ids, layout=layout), want[ids]), (row_bytes, at)
-print("read all")
-"""
-
-
-def test_reads_no_page_before_or_after_the_table():
-    run = subprocess.run([sys.executable, "-c", GUARDED], cwd=ROOT, capture_output=True, text=True)
-    assert run.stdout == "read all\n", run.stderr
 
 
 def test_pitched_rows_must_begin_on_lines(device):

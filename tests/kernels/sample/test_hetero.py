@@ -151,7 +151,7 @@ def test_wrong_options_are_errors(relations):
     with pytest.raises(ValueError, match="epoch 4294967296"):
         sample_hetero(tables, HeteroOptions(((1, 1),)), seeds, 2**32)
     options = HeteroOptions(((1, 1),), temporal="last", disjoint=True)
-    with pytest.raises(ValueError, match="one time for each seed"):
+    with pytest.raises(ValueError, match="without their times"):
         sample_hetero(tables, options, seeds, 0)
     for disjoint in (False, True):
         huge = HeteroOptions(((2**31 - 1, 1),), replace=True, disjoint=disjoint)
