@@ -138,7 +138,10 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    torch.manual_seed(0)
+    # a hundred times as fast as `torch.manual_seed`, which ten thousand tests would call
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,8 @@ is the marker that selects it in a make target, or `plain`. `--out` also writes 
 
 import argparse
 import json
+import os
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -92,6 +94,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write all figures to this JSON file, too")
     options, for_pytest = parser.parse_known_args()
     check_code_is_committed()
+    # as in the Makefile: processes read the bytecode of modules and of rewritten tests
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     durations = Durations()
     begin = time.perf_counter()
     status = pytest.main(["-p", "bench.robustness.durations", *for_pytest], [durations])

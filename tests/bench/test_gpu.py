@@ -17,6 +17,7 @@ from gcnzc.tune import pcie_bench
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_reports_that_there_is_no_gpu():
     run = subprocess.run(

@@ -109,6 +109,7 @@ def test_nothing_is_recorded_without_a_commit(missing, checkout, monkeypatch):
     assert harness.record("x", {})["commit"] == "abc"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("module", ["triton", "numba"])
 def test_the_harness_works_without_optional_modules(module):
     # peers are measured in environments of their own

@@ -102,11 +102,13 @@ def run_with_compiled_kernels(arguments):
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+@pytest.mark.compiled
 def test_the_examples_of_compiled_kernels_run():
     run = "import sys; from tests.docs.test_reference import run_examples as run"
     run_with_compiled_kernels(["-c", f"{run}; sys.exit(run('testing') or 0)"])
 
 
+@pytest.mark.compiled
 def test_the_code_of_the_guide_to_compiled_kernels_runs(tmp_path):
     guide = ROOT / "docs" / "howto" / "test_triton_kernels.md"
     blocks = re.findall(r"^```py\n(.*?)^```$", guide.read_text(), re.MULTILINE | re.DOTALL)

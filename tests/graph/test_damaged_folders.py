@@ -85,11 +85,13 @@ COMMANDS = {
     ],
     "prepare": lambda data, run, out: ["prepare", data, out],
 }
+# every value where the sampler reads it, and the first value of each file wherever it is read
 CASES = [
     (file, damage, entry)
     for file, damages in DAMAGES.items()
-    for damage in damages
+    for number, damage in enumerate(damages)
     for entry in (*PYTHON, *COMMANDS)
+    if number == 0 or entry in ("Loader", "train", "evaluate")
 ]
 
 
@@ -171,7 +173,7 @@ def outcomes(tmp_path_factory):
 @pytest.mark.parametrize("entry", [*PYTHON, *COMMANDS])
 @pytest.mark.parametrize("file", DAMAGES)
 def test_an_edge_out_of_range_is_an_error_with_the_name_of_the_file(outcomes, file, entry):
-    for damage in DAMAGES[file]:
+    for damage in [value for name, value, reader in CASES if (name, reader) == (file, entry)]:
         status, text, has_files = outcomes[file, damage, entry]
         assert status == 1, (damage, text)
         lines = [line for line in text.splitlines() if line.startswith(("error: ", "hint: "))]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from by_hand import random_graph
+from slow_cases import mark_slow
 
 from gcnzc import models
 from gcnzc.graph.graph import Graph
@@ -37,7 +38,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# each layer, with the options that change what is exported
+QUICK = ("sage pre-activation", "gcn deep", "gin", "gat narrow", "gatv2")
+
+
+@pytest.mark.parametrize("name", mark_slow(zip(CASES), lambda name: name not in QUICK))
 def test_an_exported_model_equals_the_model_for_any_sizes(name, tmp_path):
     torch.manual_seed(0)
     model = CASES[name]().train()

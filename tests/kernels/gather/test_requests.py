@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from slow_cases import mark_slow
 
 from gcnzc.features.pcie_traffic import table_traffic
 from gcnzc.kernels.gather.gpu import gather_rows
@@ -78,12 +79,16 @@ def on_lines(row_bytes, stride_bytes, base):
 
 @pytest.mark.parametrize(
     ("layout", "row_bytes", "stride_bytes", "base"),
-    [
-        (layout, *place)
-        for layout in LAYOUTS
-        for place in PLACES
-        if layout != "pitched" or on_lines(*place)
-    ],
+    # the layouts that tables have; of the baselines, a few rows
+    mark_slow(
+        (
+            (layout, *place)
+            for layout in LAYOUTS
+            for place in PLACES
+            if layout != "pitched" or on_lines(*place)
+        ),
+        lambda layout, *place: layout in ("scalar", "vector", "wrapped") and place[0] > 200,
+    ),
 )
 def test_requests_the_lines_that_the_model_predicts(layout, row_bytes, stride_bytes, base, loads):
     memory = torch.randint(

@@ -5,6 +5,7 @@ import io
 import numpy as np
 import pytest
 import torch
+from slow_cases import mark_slow
 
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.models import HGT, RGAT, RGCN, HeteroSAGE
@@ -39,7 +40,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mark_slow(zip(CASES), lambda case: case in ("rgcn", "sage")))
 def test_a_program_computes_what_the_model_does(case, graph):
     kind, options = CASES[case]
     num_layers = options.get("num_layers", 2)
