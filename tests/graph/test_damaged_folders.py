@@ -15,30 +15,10 @@ import torch
 from gcnzc import Loader, load, presample
 from gcnzc.cli import main
 
-SIZES = [
-    "--nodes",
-    "300",
-    "--edges",
-    "1200",
-    "--num-features",
-    "8",
-    "--classes",
-    "3",
-    "--seed",
-    "1",
-]
-TRAINING = [
-    "--layers",
-    "2",
-    "--hidden",
-    "8",
-    "--epochs",
-    "1",
-    "--batch-size",
-    "64",
-    "--threads",
-    "1",
-]
+SIZES = ["--nodes", "300", "--edges", "1200", "--num-features", "8"]
+SIZES += ["--classes", "3", "--seed", "1"]
+TRAINING = ["--layers", "2", "--hidden", "8", "--epochs", "1"]
+TRAINING += ["--batch-size", "64", "--threads", "1"]
 # all neighbours, so that every value that is damaged is read
 FANOUTS = "--fanouts=-1,-1"
 HEADER_BYTES = 4096

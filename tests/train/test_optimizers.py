@@ -1,5 +1,6 @@
 """Runs of several workers by each method of exchange."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_run_resumes_bit_for_bit_and_with_another_number_of_workers(method, co
     assert len(files) <= 4
     other = tmp_path / "other"
     (tmp_path / "cut").rename(other)
-    copy(other, tmp_path / "cut")
+    shutil.copytree(other, tmp_path / "cut")
     again = results(
         2, tmp_path, train_as_worker, replace(config, resume=tmp_path / "cut"), tmp_path / "cut"
     )
@@ -124,14 +125,6 @@ def test_files_of_former_workers_remain_until_a_checkpoint_is_written(tmp_path):
     # the checkpoint of two workers could not be written
     assert write(2, False, 1) == [*first, "000002-0", "000002-1"]
     assert write(2, True, 1) == ["000002-0", "000002-1"]
-
-
-def copy(source, target):
-    for path in source.rglob("*"):
-        if path.is_file():
-            there = target / path.relative_to(source)
-            there.parent.mkdir(parents=True, exist_ok=True)
-            there.write_bytes(path.read_bytes())
 
 
 # by name on the command line, that of the optimizer, if it is another one
