@@ -313,7 +313,7 @@ class Future:
     def done(self):
         return self.state != "pending"
 
-    def result(self):
+    def result(self, timeout=None):
         self.schedule.switch()
         self.schedule.wait_until(self.done)
         self.schedule.current.actor.acquire(self.clock)

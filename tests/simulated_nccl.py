@@ -27,7 +27,7 @@ from cooperative_threads import Schedule, Threading, replaced
 from happens_before import join
 from simulated_device import Factories, OnDevice, Reads
 
-from gcnzc.exchange import Group, messenger, process_group
+from gcnzc.exchange import Group, process_group
 from gcnzc.exchange import group as group_module
 
 WORLD_SIZE = 2
@@ -259,7 +259,6 @@ def nccl_group(seed, without=None):
     with (
         replaced(
             *((process_group, "dist", nccl), (group_module, "dist", nccl)),
-            *((messenger, "dist", nccl),),
             *((process_group, "_all_gather", nccl.all_gather),),
             *((process_group, "_reduce_scatter", nccl.reduce_scatter),),
             *((process_group, "ThreadPoolExecutor", DeviceExecutor),),

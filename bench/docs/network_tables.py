@@ -4,10 +4,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from bench.docs.table import Cells, Line, Row, Table, by_key, in_bytes, read, significant, spread
-from gcnzc.exchange.algorithms import default_algorithm
+from bench.network.collectives import BUILTIN, MESSAGES
 from gcnzc.exchange.collectives import COLLECTIVES
-from gcnzc.exchange.collectives.broadcast import CHAIN, PIECE_BYTES
-from gcnzc.exchange.requests import BUILTIN
 
 LINKS = {"delay": "1 ms of delay", "slow": "100 Mbit/s", "unlimited": "no limit"}
 RATES = (10.0, 100.0, 1000.0)
@@ -54,16 +52,61 @@ def collective(row: Row) -> dict[str, object]:
     }
 
 
+def default_algorithm(kind: str, num_bytes: int) -> str:
+    """Return the algorithm of a collective that a rank waits for."""
+    return BUILTIN if num_bytes > COLLECTIVES[kind].small_bytes else MESSAGES[kind]
+
+
 def default_lines() -> Iterator[Line]:
-    """Yield times of default algorithms, relative to the fastest ones and to gloo's."""
+    """Yield times of the algorithms that gcnzc uses, relative to the fastest ones and to gloo's."""
     for line in filter(timed, read("collectives")):
-        if COLLECTIVES[line.kind].critical_paths(1, line.workers):
-            name = default_algorithm(line.kind, line.num_bytes, line.workers)
-            seconds = {each: times.least_s for each, times in line.ways.items()}
-            own = seconds.get(f"{CHAIN}:{PIECE_BYTES}" if name == CHAIN else name)
-            if own is not None:
-                of_fastest, of_builtin = own / min(seconds.values()), seconds[BUILTIN] / own
-                yield Line(line, default=name, of_fastest=of_fastest, of_builtin=of_builtin)
+        name = default_algorithm(line.kind, line.num_bytes)
+        seconds = {each: times.least_s for each, times in line.ways.items()}
+        own = seconds.get(name)
+        if own is not None:
+            of_fastest, of_builtin = own / min(seconds.values()), seconds[BUILTIN] / own
+            yield Line(line, default=name, of_fastest=of_fastest, of_builtin=of_builtin)
+
+
+# the largest size of each range of the table of gains, in bytes
+RANGES = (8 << 10, 32 << 10, 256 << 10, 16 << 20)
+
+
+def gain_lines() -> Iterator[Line]:
+    """Yield the gain of each recorded algorithm over gloo's collective, with 8 workers."""
+    for line in filter(timed, read("collectives")):
+        for name, times in line.ways.items() if line.workers == 8 else ():
+            plain, _, piece = name.partition(":")
+            builtin = line.ways.get(BUILTIN)
+            if name != BUILTIN and builtin is not None and piece in ("", "32768"):
+                largest = next(each for each in RANGES if line.num_bytes <= each)
+                gain = builtin.median_s / times.median_s
+                yield Line(line, algorithm=plain, largest=largest, gain=gain)
+
+
+@Table(
+    gain_lines,
+    "kind algorithm largest",
+    "bench.network.collectives --workers 8",
+    among="link num_bytes time",
+    sort=by_key,
+)
+def gains(x: Row) -> Cells:
+    """Gains of all recorded algorithms over gloo's collectives, with 8 workers."""
+    smallest = max((each for each in RANGES if each < x.largest), default=0)
+    by_link: dict[str, list[float]] = {link: [] for link in LINKS}
+    for line in x.lines:
+        by_link[line.link].append(line.gain)
+    medians = {link: statistics.median(each) for link, each in by_link.items() if each}
+    kept = default_algorithm(x.kind, x.largest) == x.algorithm
+    return {
+        "collective": f"`{x.kind}`",
+        "algorithm": x.algorithm,
+        "sizes": f"{f'above {in_bytes(smallest)}, ' if smallest else ''}to {in_bytes(x.largest)}",
+        **{LINKS[link]: f"{medians[link]:.2f}" if link in medians else "" for link in LINKS},
+        "median of the networks": f"{statistics.median(medians.values()):.2f}",
+        "used": "yes" if kept else "",
+    }
 
 
 @Table(
@@ -96,7 +139,7 @@ def least_and_median(x: Row, algorithms: Sequence[str]) -> dict[str, object]:
             name: each and f"{significant(1e3 * each.least_s)} / {significant(1e3 * each.median_s)}"
             for name, each in times.items()
         },
-        "default": default_algorithm(x.kind, x.num_bytes, x.workers),
+        "default": default_algorithm(x.kind, x.num_bytes),
     }
 
 

@@ -5,17 +5,20 @@
     python -m bench.network.collectives --workers 2 --links here --most-bytes 4096
 
 The ranks run on the emulated machines of bench/network/cluster.py, which needs root; with `--links
-here` they are local processes, whose times do not show the effect of slow links. All algorithms
-are timed in turns. `--bytes` instead counts the bytes of each kind of request by the ledger, the
+here` they are local processes, whose times do not show the effect of slow links. The algorithms are
+timed in turns. `--bytes` instead counts the bytes of each kind of request by the ledger, the
 formula and the network interfaces.
 """
 
 import argparse
 import hashlib
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -28,17 +31,15 @@ from gcnzc.exchange import (
     AllGatherScalar,
     AllToAll,
     Broadcast,
-    Choices,
     Group,
     Mean,
     ReduceScatter,
     SendReceive,
     Sum,
 )
-from gcnzc.exchange.algorithms import ALGORITHMS
-from gcnzc.exchange.collectives.broadcast import CHAIN
+from gcnzc.exchange.collectives import AllReduce, Collective
 from gcnzc.exchange.ledger import Entry
-from gcnzc.exchange.requests import Collective, yield_request
+from gcnzc.exchange.requests import yield_request
 
 MODULE = "bench.network.collectives"
 # bandwidth in Mbit/s, and latency between two machines in ms
@@ -49,11 +50,10 @@ LINKS: dict[str, tuple[float | None, float]] = {
 }
 HERE = "here"
 MIN_ROUNDS, MAX_ROUNDS, ROUNDS_S = 3, 40, 1.0
-# kinds of requests that have algorithms to choose from
-KINDS = tuple(kind for kind, names in ALGORITHMS.items() if len(names) > 1)
-# sizes of the pieces of chains in bytes, and the largest number of pieces
-PIECES = tuple(1024 << power for power in (3, 4, 5, 6, 8))
-MAX_PIECES = 128
+# the algorithm of gcnzc's messages, by the kind of request
+MESSAGES = {"Sum": "doubling", "AllGather": "doubling", "AllToAll": "direct"}
+BUILTIN = "builtin"
+KINDS = (*MESSAGES, "Broadcast")
 # scalar all-gathers before measuring
 WARM_UP = 200
 # size and number of requests whose bytes are counted, so that acknowledgements are negligible
@@ -135,7 +135,7 @@ def measure_task(group: Group, task: Line) -> Iterator[Line]:
         return
     kind = task["kind"]
     for size in task["sizes"]:
-        names = candidates(kind, size, group.world_size)
+        names = [BUILTIN, *([MESSAGES[kind]] if kind in MESSAGES else [])]
         round_s = time_algorithms(group, kind, size, names, 1).sum().item()
         rounds = int(min(max(ROUNDS_S / round_s, MIN_ROUNDS), MAX_ROUNDS))
         algorithms = time_all(group, kind, size, names, rounds)
@@ -143,13 +143,18 @@ def measure_task(group: Group, task: Line) -> Iterator[Line]:
         yield case | {"ways": algorithms}
 
 
-def candidates(kind: str, num_bytes: int, world_size: int) -> list[str]:
-    """Return the algorithms to measure; chains only with 2 to `MAX_PIECES` pieces."""
-    names = [name for name in ALGORITHMS[kind] if name != CHAIN]
-    if kind == "Broadcast" and world_size > 2:
-        pieces = [piece for piece in PIECES if piece < num_bytes <= MAX_PIECES * piece]
-        names += [f"{CHAIN}:{piece}" for piece in pieces]
-    return sorted(names)
+@contextmanager
+def executed_by(way: str) -> Iterator[None]:
+    """Execute all collectives by gcnzc's "messages" or by "builtin" ones, whatever their size.
+
+    A `Broadcast` has no messages of gcnzc over processes.
+    """
+    largest = -1 if way == BUILTIN else math.inf
+    with ExitStack() as stack:
+        for kind in (AllReduce, AllGather, AllToAll):
+            for name in ("small_bytes", "small_bytes_started"):
+                stack.enter_context(mock.patch.object(kind, name, largest))
+        yield
 
 
 def make_request(kind: str, num_bytes: int, rank: int, world_size: int) -> Collective:
@@ -233,13 +238,16 @@ def count_bytes(group: Group) -> Iterator[Line]:
     if group.monitor is not None:
         group.monitor.stop()  # the interface would count its heartbeats, too
     for request in make_requests(group.rank, group.world_size):
-        for name in request.algorithms:
+        kind = "Sum" if isinstance(request, Mean) else type(request).__name__
+        names = [MESSAGES.get(kind, "direct")] if kind != "Broadcast" else []
+        names += [BUILTIN] if kind in KINDS else []
+        for name in names:
             times = COUNTED_SCALARS if isinstance(request, AllGatherScalar) else COUNTED
             before = _counters(group, request)
             for _ in range(times):
                 _run(group, request, name)
             after = _counters(group, request)
-            formula = times * request.sent_bytes(name, group.rank, group.world_size)
+            formula = times * sent_bytes(request, name, group)
             own = [*(b - a for a, b in zip(before, after, strict=True)), formula]
             gathered = group.run(yield_request(AllGather(torch.tensor(own, dtype=torch.float64))))
             sent, messages, wire, packets, formula = gathered.sum(0).tolist()
@@ -257,6 +265,14 @@ def count_bytes(group: Group) -> Iterator[Line]:
                 "wire_of_ledger": wire / sent,
                 "tcp_payload_of_ledger": (wire - HEADER_BYTES * packets) / sent,
             }
+
+
+def sent_bytes(request: Collective, name: str, group: Group) -> float:
+    """Return the bytes that a rank sends by the formula of an algorithm."""
+    if name == MESSAGES["Sum"] and isinstance(request, AllReduce):
+        # a power of two of ranks, each of which sends the whole vector in each round
+        return (group.world_size.bit_length() - 1) * request.num_bytes
+    return request.sent_bytes(group.rank, group.world_size)
 
 
 def make_requests(rank: int, world_size: int) -> list[Collective]:
@@ -277,11 +293,8 @@ def make_requests(rank: int, world_size: int) -> list[Collective]:
 
 def _run(group: Group, request: Collective, name: str) -> Any:
     """Run a request by an algorithm, and return its result."""
-    default = group.choices
-    group.choices = Choices.always(**{request.kind: name})
-    result = group.run(yield_request(request))
-    group.choices = default
-    return result
+    with executed_by(name):
+        return group.run(yield_request(request))
 
 
 def _hash(values: torch.Tensor, *labels: int) -> int:

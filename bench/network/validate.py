@@ -20,12 +20,12 @@ import torch
 from bench.harness import record
 from bench.network import tasks
 from bench.network.cluster import Cluster
-from bench.network.collectives import make_request
+from bench.network.collectives import BUILTIN, executed_by, make_request
+from bench.network.shared_links import SharedLinks, TcpLink, tcp_link
 from gcnzc.exchange import (
     Algorithm,
     AllGather,
     AllGatherScalar,
-    Choices,
     Compute,
     Group,
     Link,
@@ -36,13 +36,11 @@ from gcnzc.exchange.requests import yield_request
 
 MODULE = "bench.network.validate"
 CASES = (
-    ("Sum", "ring"),
-    ("Sum", "halving"),
+    ("Sum", BUILTIN),
     ("Sum", "doubling"),
-    ("AllGather", "ring"),
+    ("AllGather", BUILTIN),
     ("AllGather", "doubling"),
-    ("Broadcast", "chain"),
-    ("Broadcast", "binomial"),
+    ("Broadcast", BUILTIN),
     ("AllToAll", "direct"),
 )
 LIMIT_S, TIMEOUT_S, WARM_UP = 900.0, 300.0, 100
@@ -104,7 +102,7 @@ def compare(
     seconds: Sequence[float],
 ) -> dict[str, float]:
     """Return the simulated times of a task, and the ratios of the measured time to them."""
-    tcp = Link.tcp(mbit_per_s, delay_ms / 1e3)
+    tcp = tcp_link(mbit_per_s, delay_ms / 1e3)
     ideal = Link(tcp.bytes_per_s, tcp.delay_s, in_bytes_per_s=tcp.in_bytes_per_s)
     measured_s = statistics.median(seconds)
     tcp_s, ideal_s = (simulate(task, workers, link) for link in (tcp, ideal))
@@ -119,8 +117,9 @@ def compare(
 def simulate(task: Mapping[str, Any], workers: int, link: Link) -> float:
     """Return the virtual seconds of a task on the slowest rank."""
     ranks = [timed(task["kind"], task["num_bytes"], rank, workers) for rank in range(workers)]
-    choices = Choices.always(**{task["kind"]: task["algorithm"]})
-    return max(lockstep(ranks, link, choices=choices).results)
+    network = SharedLinks(workers, link) if isinstance(link, TcpLink) else link
+    with executed_by(task["algorithm"]):
+        return max(lockstep(ranks, network).results)
 
 
 def _key(line: Mapping[str, Any]) -> tuple[str, str, int]:
@@ -140,13 +139,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def time_task(group: Group, task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Time the rounds of a task, and yield the seconds of each on the slowest rank."""
-    before = group.choices
-    group.choices = Choices.always(**{task["kind"]: task["algorithm"]})
     case = task["kind"], task["num_bytes"], group.rank, group.world_size
-    try:
+    with executed_by(task["algorithm"]):
         own = [group.run(timed(*case)) for _ in range(1 + task["rounds"])][1:]
-    finally:
-        group.choices = before
     seconds = group.run(yield_request(AllGather(torch.tensor(own, dtype=torch.float64))))
     yield task | {"seconds": seconds.amax(0).tolist()}
 

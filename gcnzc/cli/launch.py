@@ -31,7 +31,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import gcnzc
 from gcnzc.exchange import Algorithm
-from gcnzc.exchange.local_processes import find_children
+from gcnzc.exchange.rendezvous import find_children
 from gcnzc.exchange.sync import all_gather_text
 from gcnzc.system.files import folder_identity, locked_folder
 from gcnzc.train.record import Launch

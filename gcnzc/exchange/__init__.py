@@ -1,7 +1,6 @@
 """Distributed algorithms: their requests, the groups of ranks that execute them, a simulator."""
 
 from gcnzc.exchange.agreement import RequestMismatch
-from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.collectives import (
     AllGather,
     AllGatherScalar,
@@ -10,22 +9,24 @@ from gcnzc.exchange.collectives import (
     Mean,
     ReduceScatter,
     SendReceive,
-    Subgroup,
     Sum,
+    among,
 )
 from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.group import Group, current_group, run
 from gcnzc.exchange.init import init_group
 from gcnzc.exchange.launch import is_worker
 from gcnzc.exchange.ledger import Ledger
-from gcnzc.exchange.lockstep import Outcome, lockstep
 from gcnzc.exchange.requests import (
     Abandon,
     Algorithm,
     Caller,
+    CompareAndSet,
     Compute,
+    DeleteKeys,
     First,
     Now,
+    ReadKeys,
     Receive,
     ReceiveAny,
     Request,
@@ -33,10 +34,10 @@ from gcnzc.exchange.requests import (
     Send,
     Start,
     Wait,
+    WaitForKey,
 )
-from gcnzc.exchange.simulated_network import Crash, Link, SlowDown
-from gcnzc.exchange.size_only import SizeOnly
-from gcnzc.exchange.store_requests import CompareAndSet, DeleteKeys, ReadKeys, WaitForKey
+from gcnzc.exchange.simulated_network import Crash, Link, Outcome, SizeOnly, SlowDown
+from gcnzc.exchange.simulation import lockstep
 
 __all__ = [
     "Abandon",
@@ -46,7 +47,6 @@ __all__ = [
     "AllToAll",
     "Broadcast",
     "Caller",
-    "Choices",
     "CompareAndSet",
     "Compute",
     "Crash",
@@ -70,11 +70,11 @@ __all__ = [
     "SizeOnly",
     "SlowDown",
     "Start",
-    "Subgroup",
     "Sum",
     "Wait",
     "WaitForKey",
     "WorkerLost",
+    "among",
     "current_group",
     "init_group",
     "is_worker",

@@ -24,10 +24,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
-from gcnzc.exchange.collectives.subgroup import Subgroup
-from gcnzc.exchange.rendezvous import Store
-from gcnzc.exchange.requests import Collective, Receive, ReceiveAny, Request, Send
-from gcnzc.exchange.store_thread import StoreThread
+from gcnzc.exchange.collectives import Collective
+from gcnzc.exchange.requests import Receive, ReceiveAny, Request, Send
+from gcnzc.exchange.store import Store, StoreThread
 
 # a rank that waits for longer compares its requests with those of other ranks
 STALL_S = 0.5
@@ -135,12 +134,9 @@ class RequestLog:
         headers.append(header)
         return header
 
-    def record_collective(
-        self, channel: str, request: Collective | Subgroup, caller: str = ""
-    ) -> Header:
-        """Add a collective to the sequence of its channel, or of its ranks on the channel."""
-        sequence = collective_sequence(channel, request)
-        return self.record(sequence, *request.describe_header(), caller)
+    def record_collective(self, channel: str, request: Collective, caller: str = "") -> Header:
+        """Add a collective to the sequence of its channel."""
+        return self.record(channel_sequence(channel), *request.describe_header(), caller)
 
     def record_message(
         self, message: Send | Receive, caller: str = "", channel: str = ""
@@ -157,13 +153,6 @@ class RequestLog:
 def channel_sequence(channel: str) -> str:
     """Return the name of the sequence of a channel's collectives."""
     return f"channel {channel or 'default'}"
-
-
-def collective_sequence(channel: str, request: Collective | Subgroup) -> str:
-    """Return the name of the sequence that a collective on a channel belongs to."""
-    if isinstance(request, Subgroup):
-        return request.sequence(channel)
-    return channel_sequence(channel)
 
 
 # the most messages on other channels that an error lists

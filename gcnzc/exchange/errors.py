@@ -1,9 +1,11 @@
 """Errors of exchanges between ranks."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from numbers import Real
+from typing import NoReturn
 
-from gcnzc.exchange.heartbeat import Cause, HeartbeatMonitor
+from gcnzc.exchange.requests import require
 
 # default remedy in the message of `WorkerLost`
 REMEDY = "start all workers again, and load the state_dict() and the model that were saved last"
@@ -47,41 +49,13 @@ class BlockedByReceive(ConnectionBroken):
     )
 
 
-class Failure(NamedTuple):
-    """Why an exchange failed, with torch's error."""
-
-    cause: Cause
-    """see `Cause`"""
-    source: str
-    """the first line of the error, after "torch.distributed reports: " if torch raised it"""
-
-    @property
-    def text(self) -> str:
-        """The description for this rank's error."""
-        # another rank may have ended with the same error
-        source = f" ({self.source})"
-        return self.cause.text if self.cause.text.endswith(source) else self.cause.text + source
-
-    @property
-    def is_follow_up(self) -> bool:
-        """Whether the ranks that failed are known, or the store failed and its host is known."""
-        return self.cause.is_found
-
-    @property
-    def reason(self) -> str:
-        """The description for the errors of other ranks: the first cause."""
-        return self.cause.text if self.is_follow_up else self.text
-
-
-def explain(monitor: HeartbeatMonitor, error: BaseException | None) -> Failure:
-    """Describe the failed ranks, with the first line of torch's error.
-
-    The other lines of torch's error may be C++ stack frames. A `TimeoutError` is raised by gcnzc,
-    so it is not attributed to torch.
-    """
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    source = "" if isinstance(error, TimeoutError) else "torch.distributed reports: "
-    return Failure(monitor.describe_failure(), f"{source}{lines[0]}")
+@contextmanager
+def network() -> Iterator[None]:
+    """Raise `ConnectionBroken` in place of the errors of torch.distributed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionBroken from error
 
 
 def describe_end(error: BaseException) -> str:
@@ -90,27 +64,6 @@ def describe_end(error: BaseException) -> str:
         return LEFT
     lines = str(error).strip().splitlines()
     return ": ".join([type(error).__name__, *lines[:1]])
-
-
-def worker_lost(
-    who: str, waited_s: float, step: int | None, what: str, failure: Failure, hint: str
-) -> WorkerLost:
-    """Return the error of a wait that failed.
-
-    Args:
-        who: the rank that waited.
-        waited_s: for how many seconds.
-        step: in which step; None if it is not known.
-        what: the request that it waited for.
-        failure: why it failed.
-        hint: the remedy.
-    """
-    in_step = "" if step is None else f" in step {step}"
-    text = f"{who} waited {waited_s:.0f} s{in_step} for {what}: {failure.text}\n\nhint: {hint}"
-    error = WorkerLost(text)
-    error.reason, error.is_follow_up = failure.reason, failure.is_follow_up
-    error.reason_ranks = failure.cause.ranks
-    return error
 
 
 def reject(rank: int, world_size: int, what: str, *, is_closed: bool) -> NoReturn:
@@ -133,3 +86,26 @@ def reject(rank: int, world_size: int, what: str, *, is_closed: bool) -> NoRetur
         "hint: initialize torch.distributed before an optimizer is unpickled, or load its "
         "state_dict() into a new one"
     )
+
+
+# gloo counts milliseconds
+MIN_LIMIT_S = 1e-3
+# 30 years; larger limits overflow the clocks of torch and Python
+MAX_LIMIT_S = 1e9
+
+
+def check_time_limit(seconds: object) -> float:
+    """Return the `timeout_s` of a group as a float; numpy's numbers are accepted, bool is not.
+
+    Raises:
+        ValueError: it is not a number from `MIN_LIMIT_S` to `MAX_LIMIT_S`.
+    """
+    is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
+    require(
+        is_number and MIN_LIMIT_S <= seconds <= MAX_LIMIT_S,  # type: ignore[operator]
+        f"timeout_s={seconds!r} of a group is invalid",
+        f"give the time limit of a wait in seconds, from {MIN_LIMIT_S:g} to {MAX_LIMIT_S:g}, such "
+        "as 60",
+    )
+    # timedelta rejects numpy's integers and float32
+    return float(seconds)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Groups of ranks, and `run`, which executes distributed algorithms on them.
 
-Over gloo, `Choices` selects gcnzc's collectives or gloo's own, and tensors on a GPU are copied
+Over gloo, small collectives are gcnzc's and large ones gloo's own, and tensors on a GPU are copied
 through reused page-locked buffers. With the backend "nccl", which needs one GPU per rank, NCCL
 executes the requests with tensors on GPUs, and gloo those with tensors on the host.
 """
@@ -9,6 +9,8 @@ import os
 import socket
 import threading
 import time
+import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,23 +20,44 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from gcnzc.exchange import request_checks as check
-from gcnzc.exchange.agreement import CurrentWait, Need, RequestLog, StallMonitor, mismatch
-from gcnzc.exchange.choices import Choices
-from gcnzc.exchange.collectives import AllGatherScalar, Subgroup
-from gcnzc.exchange.default_group import DefaultGroup
-from gcnzc.exchange.errors import REMEDY, ConnectionBroken, WorkerLost, explain, reject, worker_lost
-from gcnzc.exchange.heartbeat import HeartbeatMonitor, StoreHost, describe_rank
-from gcnzc.exchange.launch import read_local_rank, read_local_world_size
-from gcnzc.exchange.ledger import Ledger
-from gcnzc.exchange.limits import check_time_limit
-from gcnzc.exchange.process_group import Channel, T, new_process_group
+from gcnzc.exchange.agreement import CurrentWait, Need, StallMonitor, mismatch
+from gcnzc.exchange.collectives import AllGatherScalar, Collective
+from gcnzc.exchange.errors import (
+    REMEDY,
+    ConnectionBroken,
+    WorkerLost,
+    check_time_limit,
+    network,
+    reject,
+)
+from gcnzc.exchange.heartbeat import (
+    HeartbeatMonitor,
+    StoreHost,
+    describe_rank,
+    explain,
+    worker_lost,
+)
+from gcnzc.exchange.launch import (
+    is_worker,
+    read_local_rank,
+    read_local_world_size,
+    read_ranks,
+)
+from gcnzc.exchange.process_group import (
+    TIMES_KEPT,
+    Channel,
+    Connection,
+    T,
+    abandon,
+    find_first_need,
+    new_process_group,
+    wait_for_first,
+)
 from gcnzc.exchange.requests import (
     DEFAULT_CHANNEL,
     Abandon,
     Algorithm,
     Caller,
-    Collective,
     Compute,
     First,
     Message,
@@ -46,16 +69,15 @@ from gcnzc.exchange.requests import (
     Send,
     Start,
     Wait,
+    check_kind,
+    require,
     yield_request,
 )
-from gcnzc.exchange.start import is_initialized
-from gcnzc.exchange.started_requests import abandon, find_first_need, network, wait_for_first
-from gcnzc.exchange.store_requests import StoreRequests
+from gcnzc.exchange.store import StoreRequests
+from gcnzc.system.arguments import check_integer
 
 # default time limit of a wait for a message
 TIMEOUT_S = 60.0
-# maximum number of intervals kept until `pop_request_intervals` or `pop_overlapped_intervals`
-TIMES_KEPT = 10_000
 
 
 def run(algorithm: Algorithm[T], group: "Group") -> T:
@@ -75,7 +97,7 @@ def run(algorithm: Algorithm[T], group: "Group") -> T:
     return group.run(algorithm)
 
 
-class Group:
+class Group(Connection):
     """A group of ranks that communicate; this process is one of them.
 
     One thread at a time runs algorithms on a group: `run` raises an error in a second thread, since
@@ -87,7 +109,6 @@ class Group:
         world_size: the number of ranks.
         backend: "gloo" or "nccl"; "" for a single rank, or a rank that `lockstep` simulates.
         store: a store of torch.distributed that all ranks share; None without a backend.
-        choices: the algorithm, such as ring all-reduce, for each kind and size of collective.
         timeout_s: time limit of each wait for a message over gloo, in seconds; a collective may
             consist of several messages. NCCL's collectives have the time limit of their process
             group, which `init_group` and `subgroup` set to `timeout_s`; `current_group` does not
@@ -105,33 +126,27 @@ class Group:
         world_size: int = 1,
         backend: str = "",
         store: Any = None,
-        choices: Choices | None = None,
         timeout_s: float = TIMEOUT_S,
         ranks: Sequence[int] | None = None,
         monitor: HeartbeatMonitor | None = None,
         store_host: StoreHost | None = None,
         remedy: str = REMEDY,
     ) -> None:
-        timeout_s = check_time_limit(timeout_s)
-        rank, world_size = check.check_rank(rank, world_size)
-        self.rank, self.world_size = rank, world_size
-        self.backend, self.store, self.is_subgroup = backend, store, ranks is not None
-        self.ranks = list(range(world_size)) if ranks is None else list(ranks)
+        world_size = check_integer("world_size", world_size, 1)
+        hint = f"the ranks of a group are 0 to world_size - 1, here {world_size - 1}"
+        rank = check_integer("rank", rank, 0, world_size - 1, hint)
+        super().__init__(rank, world_size, backend, ranks, check_time_limit(timeout_s))
+        self.store, self.remedy, self.is_closed = store, remedy, False
         self._subgroups: list[Group] = []
-        self.is_closed, self.remedy, self.ledger = False, remedy, Ledger()
         # an RLock: nested calls of the same thread are allowed, and acquiring it is a single C call
         self._running, self._process = threading.RLock(), os.getpid()
         self.local_rank = read_local_rank() if store else 0
         self.local_world_size = read_local_world_size() if store else 1
-        self.choices, self.timeout_s = choices or Choices(), timeout_s
         # start and end of each wait for the result of a request, by time.perf_counter
         self.waits: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
-        # start and end of each request on a channel's thread
-        self.overlapped: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
-        self.log = RequestLog(rank)
         # other requests are collectives
         self._handlers: dict[type, Callable[[Any], Any]] = {
-            Caller: lambda request: self._default_channel.set_caller(request.name),
+            Caller: self._set_caller,
             Compute: Compute.sleep,
             Now: lambda _: time.monotonic(),
             Scratch: lambda request: torch.empty_like(request.values),
@@ -143,7 +158,7 @@ class Group:
             First: self._wait_for_first,
             Abandon: abandon,
         }
-        stored = StoreRequests(store, timeout_s, self.ledger, world_size)
+        stored = StoreRequests(store, self.timeout_s, self.ledger, world_size)
         self._handlers |= dict.fromkeys(stored.kinds, partial(self._run_request, stored.execute))
         self._num_callers = 0
         self._channels: dict[str, Channel] = {}
@@ -193,10 +208,11 @@ class Group:
         self._num_callers += 1
         return f"{kind} number {self._num_callers}"
 
-    @property
-    def caller(self) -> str:
-        """The current caller of the algorithm that `run` executes; empty if it has none."""
-        return self._default_channel.caller
+    def _set_caller(self, request: Caller) -> str:
+        """Set the caller of the requests that follow, and return the previous one."""
+        before, self.caller = self.caller, request.name
+        self._default_channel.caller = request.name
+        return before
 
     def subgroup(self, ranks: Iterable[int]) -> "Group":
         """Create a group of some ranks of this group, such as those with replicas of one shard.
@@ -216,10 +232,15 @@ class Group:
         """
         self._check_process()
         members = sorted(set(ranks))
-        check.check_members(members, self.rank, self.world_size)
+        require(
+            self.rank in members and 0 <= members[0] <= members[-1] < self.world_size,
+            f"rank {self.rank} of {self.world_size} cannot be in a subgroup of ranks {members}",
+            "call subgroup() only on its members, with the same list; valid ranks are 0 to "
+            f"{self.world_size - 1}",
+        )
         rank, world_size = members.index(self.rank), len(members)
         if world_size == 1:
-            return Group(choices=self.choices, timeout_s=self.timeout_s, remedy=self.remedy)
+            return Group(timeout_s=self.timeout_s, remedy=self.remedy)
         own_ranks = [self.ranks[each] for each in members]
         num_before = sum(group.ranks == own_ranks for group in self._subgroups)
         store = self.store
@@ -228,7 +249,7 @@ class Group:
             store = PrefixStore(f"subgroup {name} number {num_before}", store)
         try:
             group = Group(
-                *(rank, world_size, self.backend, store, self.choices, self.timeout_s),
+                *(rank, world_size, self.backend, store, self.timeout_s),
                 ranks=own_ranks,
                 store_host=self.monitor.store_host if self.monitor is not None else None,
                 remedy=self.remedy,
@@ -312,8 +333,12 @@ class Group:
         """
         self._check_process()
         if not self._running.acquire(blocking=False):
-            check.reject_thread(self.rank)
-        answer, lost, self._default_channel.caller = None, None, ""
+            raise RuntimeError(
+                f"thread {threading.current_thread().name} of rank {self.rank} started an "
+                "algorithm on a group while another thread runs one\n\nhint: use a group in one "
+                "thread at a time, and overlap requests with Start"
+            )
+        answer, lost, self.caller, self._default_channel.caller = None, None, "", ""
         try:
             while True:
                 request = algorithm.send(answer) if lost is None else algorithm.throw(lost)
@@ -335,7 +360,11 @@ class Group:
 
     def _check_process(self) -> None:
         if self.backend and os.getpid() != self._process:
-            check.reject_fork(self.rank, self._process)
+            raise RuntimeError(
+                f"process {os.getpid()} uses the group of rank {self.rank}, which process "
+                f"{self._process} has connected\n\nhint: communicate in the process that called "
+                "init_group(); a process that it forks has no connections"
+            )
 
     def _answer(self, request: Request) -> Any:
         is_connected = self.world_size == 1 or (self.backend and not self.is_closed)
@@ -352,8 +381,8 @@ class Group:
         what = request.describe()
         reject(self.rank, self.world_size, what, is_closed=bool(self.backend))
 
-    def _run_collective(self, request: Collective | Subgroup) -> Any:
-        check.check_kind(request, check.EXCHANGE, "an algorithm yields")
+    def _run_collective(self, request: Collective) -> Any:
+        check_kind(request, Collective, "an algorithm yields")
         channel = self._default_channel
         return self._execute(lambda: channel.execute(request), request, channel.find_need)
 
@@ -477,9 +506,76 @@ def current_group() -> Group:
         WorkerLost: the process group with gloo could not be created, for example because a rank did
             not call this function in time.
     """
-    if not is_initialized() or dist.get_world_size() == 1:
+    if not _is_initialized() or dist.get_world_size() == 1:
         return Group()
     return _default_group.find()
 
 
-_default_group = DefaultGroup(Group)
+class _DefaultGroup:
+    """Creates and caches the group of torch.distributed's default process group."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.group: Group | None = None
+        self.process_group: weakref.ref[Any] | None = None
+        self.num_created = 0
+
+    def find(self) -> Group:
+        """Return the group of the current default process group."""
+        process_group = dist.group.WORLD
+        with self.lock:
+            before = self.process_group() if self.process_group is not None else None
+            if self.group is None or self.group.is_closed or before is not process_group:
+                if self.group is not None:
+                    self.group.close()
+                self.group, self.process_group = self._create(), weakref.ref(process_group)
+                # otherwise its threads would write to a store that may have been destroyed
+                weakref.finalize(process_group, self.group.close).atexit = False
+            return self.group
+
+    def _create(self) -> Group:
+        self.num_created += 1
+        # a prefix separates the keys from those of an earlier group in the same store
+        store = PrefixStore(f"gcnzc {self.num_created}", dist.distributed_c10d._get_default_store())
+        backend = "nccl" if "nccl" in dist.get_backend_config() else "gloo"
+        try:
+            return Group(dist.get_rank(), dist.get_world_size(), backend, store)
+        except ConnectionBroken as error:
+            raise WorkerLost(
+                f"rank {dist.get_rank()} could not add gloo, for tensors on the host, to the "
+                f"process group of {dist.get_backend_config()}: {error.__cause__}\n\nhint: all "
+                "ranks must construct their first optimizer at the same time; "
+                'init_process_group("cpu:gloo,cuda:nccl") has gloo from the start'
+            ) from error.__cause__
+
+
+_default_group = _DefaultGroup()
+
+
+def _is_initialized() -> bool:
+    """Whether torch.distributed is initialized; warns if not and a launcher started this worker.
+
+    Raises:
+        ValueError: the launcher's environment variables are invalid.
+    """
+    is_done = dist.is_initialized()
+    rank, world_size = read_ranks() if is_worker() and not is_done else (0, 1)
+    if world_size > 1:
+        warnings.warn(
+            f"rank {rank} of {world_size} trains alone, because "
+            "torch.distributed is not initialized\n\nhint: with gcnzc.exchange.init_group() as "
+            "group, or call torch.distributed.init_process_group() first; group="
+            "gcnzc.exchange.Group() trains alone without this warning",
+            stacklevel=4,
+        )
+    return is_done
+
+
+def count_shared_ranks(group: Group, process_group: Any) -> int:
+    """Return the number of ranks of a group that a process group of torch.distributed has too."""
+    try:
+        ranks = dist.get_process_group_ranks(process_group)
+    except (KeyError, ValueError):
+        # it is destroyed
+        return 0
+    return len(set(ranks).intersection(group.ranks))

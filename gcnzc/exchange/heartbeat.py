@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from gcnzc.exchange.rendezvous import Store, read_existing
-from gcnzc.exchange.store_thread import StoreThread
+from gcnzc.exchange.errors import WorkerLost
+from gcnzc.exchange.store import Store, StoreThread, read_existing
 
 T = TypeVar("T")
 
@@ -429,3 +429,61 @@ def describe_rank(rank: int, global_ranks: Sequence[int] | None) -> str:
     if global_ranks is None or list(global_ranks) == list(range(len(global_ranks))):
         return f"rank {rank}"
     return f"rank {global_ranks[rank]} (rank {rank} of the subgroup)"
+
+
+class Failure(NamedTuple):
+    """Why an exchange failed, with torch's error."""
+
+    cause: Cause
+    """see `Cause`"""
+    source: str
+    """the first line of the error, after "torch.distributed reports: " if torch raised it"""
+
+    @property
+    def text(self) -> str:
+        """The description for this rank's error."""
+        # another rank may have ended with the same error
+        source = f" ({self.source})"
+        return self.cause.text if self.cause.text.endswith(source) else self.cause.text + source
+
+    @property
+    def is_follow_up(self) -> bool:
+        """Whether the ranks that failed are known, or the store failed and its host is known."""
+        return self.cause.is_found
+
+    @property
+    def reason(self) -> str:
+        """The description for the errors of other ranks: the first cause."""
+        return self.cause.text if self.is_follow_up else self.text
+
+
+def explain(monitor: HeartbeatMonitor, error: BaseException | None) -> Failure:
+    """Describe the failed ranks, with the first line of torch's error.
+
+    The other lines of torch's error may be C++ stack frames. A `TimeoutError` is raised by gcnzc,
+    so it is not attributed to torch.
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    source = "" if isinstance(error, TimeoutError) else "torch.distributed reports: "
+    return Failure(monitor.describe_failure(), f"{source}{lines[0]}")
+
+
+def worker_lost(
+    who: str, waited_s: float, step: int | None, what: str, failure: Failure, hint: str
+) -> WorkerLost:
+    """Return the error of a wait that failed.
+
+    Args:
+        who: the rank that waited.
+        waited_s: for how many seconds.
+        step: in which step; None if it is not known.
+        what: the request that it waited for.
+        failure: why it failed.
+        hint: the remedy.
+    """
+    in_step = "" if step is None else f" in step {step}"
+    text = f"{who} waited {waited_s:.0f} s{in_step} for {what}: {failure.text}\n\nhint: {hint}"
+    error = WorkerLost(text)
+    error.reason, error.is_follow_up = failure.reason, failure.is_follow_up
+    error.reason_ranks = failure.cause.ranks
+    return error

@@ -7,10 +7,16 @@ this name, and use it once rank 0 has confirmed them.
 """
 
 import json
+import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gcnzc.exchange.store import Store, read_existing
 
 POLL_S = 0.05
 
@@ -21,43 +27,6 @@ POLL_S_PER_WORKER = 0.001
 
 # interval at which rank 0 writes the missing ranks, and all check the processes of their machine
 CHECK_S = 1.0
-
-
-class Store(Protocol):
-    """The methods of torch's stores that this package uses."""
-
-    def set(self, key: str, value: str) -> object:
-        """Write a key."""
-
-    def get(self, key: str) -> bytes:
-        """Read a key; waits until it exists."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which starts at 0, and return the result."""
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Read all keys with one request; waits until they exist."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys exist."""
-
-
-def read_existing(store: Store, keys: Sequence[str]) -> dict[str, bytes]:
-    """Return the values of the keys that exist.
-
-    Takes two requests if all exist; if k of n are missing, about 2 * k * log2(n) more.
-    """
-    found = _existing(store, list(keys))
-    return dict(zip(found, store.multi_get(found), strict=True)) if found else {}
-
-
-def _existing(store: Store, keys: list[str]) -> list[str]:
-    if not keys or store.check(keys):
-        return keys
-    if len(keys) == 1:
-        return []
-    middle = len(keys) // 2
-    return _existing(store, keys[:middle]) + _existing(store, keys[middle:])
 
 
 def _check_nothing(seconds: float) -> None:
@@ -212,3 +181,87 @@ class _RankZero:
     def missing(self) -> list[int]:
         """The ranks that rank 0 waits for; empty unless `is_alive`."""
         return self.waiting if self.is_alive else []
+
+
+# worker processes of this machine: a worker that is stopped while it imports torch never connects
+# to the store, so in the store it cannot be distinguished from a slow one. It can in /proc, since
+# all workers of a machine are children of the same launcher
+
+# states in /proc/PID/stat; a process in state D waits for a device, and is not stopped
+STATES = {"T": "stopped by a signal", "t": "stopped by a debugger"}
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, as described by /proc/PID/stat."""
+
+    pid: int
+    parent: int
+    state: str
+    ticks: int
+    """clock ticks of CPU time used so far, by all threads"""
+
+
+class LocalProcesses:
+    """The other processes that this process's launcher started as workers."""
+
+    def __init__(self) -> None:
+        self.parent, self.own = os.getppid(), os.getpid()
+        self.found: dict[int, tuple[Process, float]] = {}
+
+    def check_running(self, seconds: float) -> None:
+        """Check that no worker of this machine is stopped; call it about once a second.
+
+        Raises:
+            TimeoutError: a worker was stopped at every call during the last `seconds`, and used no
+                CPU time in between; the message names it.
+        """
+        if stopped := self._find_stopped(seconds):
+            texts = [f"rank {rank} is {reason}" for rank, reason in sorted(stopped.items())]
+            raise TimeoutError(f"{'; '.join(texts)} and did not run for {seconds:g} s")
+
+    def _find_stopped(self, seconds: float) -> dict[int, str]:
+        """Return the ranks of workers that were stopped for `seconds`, each with the reason."""
+        now = time.monotonic()
+        before, self.found = self.found, {}
+        stopped = {}
+        for process in find_children(self.parent):
+            if process.pid == self.own or process.state not in STATES:
+                continue
+            earlier, since = before.get(process.pid, (process, now))
+            if earlier.ticks != process.ticks:
+                since = now
+            self.found[process.pid] = (process, since)
+            rank = _read_rank(process.pid)
+            if rank is not None and now - since >= seconds:
+                stopped[rank] = f"{STATES[process.state]} (process {process.pid})"
+        return stopped
+
+
+def find_children(parent: int) -> list[Process]:
+    """Return the child processes of a process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            # the process may have ended, or belong to another user
+            with suppress(OSError):
+                process = _parse_stat((entry / "stat").read_text())
+                if process.parent == parent:
+                    found.append(process)
+    return found
+
+
+def _parse_stat(stat: str) -> Process:
+    # the program's name, in parentheses, may contain spaces and parentheses
+    begin, end = stat.index("("), stat.rindex(")")
+    fields = stat[end + 1 :].split()
+    return Process(int(stat[:begin]), int(fields[1]), fields[0], int(fields[11]) + int(fields[12]))
+
+
+def _read_rank(pid: int) -> int | None:
+    """Return RANK from a process's environment; None if it is not a worker."""
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(b"RANK="):
+                return int(entry[5:])
+    return None

@@ -1,33 +1,24 @@
-"""The requests of distributed algorithms: point-to-point messages, and the base of collectives.
+"""The requests of distributed algorithms, with their checks and their descriptions.
 
 An algorithm is a generator: it yields requests, receives each answer as the value of the `yield`,
 and returns its result. It does not use a process group itself, so the same code runs on processes
 (`run`) and is simulated for W ranks in one process (`lockstep`). All ranks must yield the same
 collectives in the same order. Each `Send` needs a `Receive` on its peer; other ranks need neither.
 
-The collectives are in `gcnzc.exchange.collectives`, each with its checks and its algorithms.
+The collectives are in `gcnzc.exchange.collectives`.
 """
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from abc import ABC
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
+from types import UnionType
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from gcnzc.exchange.process_group import BuiltinCollectives
-    from gcnzc.exchange.staging import StagingBuffers
-
 T = TypeVar("T")
-
-# size of the cache of each kind's header descriptions; a training run has few shapes
-DESCRIPTIONS_KEPT = 1024
-
-BUILTIN = "builtin"
-"""name of the process group's own collective; simulations use the algorithm that gloo uses"""
 
 DEFAULT_CHANNEL = "background"
 """name of the channel of started collectives and algorithms"""
@@ -36,9 +27,16 @@ HeaderFields: TypeAlias = tuple[str, dict[int, str], dict[int, str]]
 """the description of a request that must be the same on all ranks, and by peer the size and dtype
 sent to it and expected from it"""
 
-Paths: TypeAlias = Mapping[str, tuple[float, float]]
-"""by algorithm, the messages and the bytes on the critical path, where each message waits for the
-one before it"""
+# the store of torch.distributed closes the connections of ranks that send more than 8 MiB
+MAX_VALUE_BYTES = 1 << 22
+# it closes them, too, for a key of more than 8 KiB, which includes the prefixes of its group
+MAX_KEY_BYTES = 1 << 12
+
+
+def require(is_valid: object, what: str, hint: str) -> None:
+    """Raise a ValueError unless `is_valid`; its message says what is wrong, and the remedy."""
+    if not is_valid:
+        raise ValueError(f"{what}\n\nhint: {hint}")
 
 
 class BaseRequest:
@@ -54,99 +52,6 @@ class BaseRequest:
     def is_on_gpu(self) -> bool:
         """Whether the tensors of the request are on a GPU."""
         return False
-
-
-class Collective(BaseRequest, ABC):
-    """A request that all ranks make together.
-
-    A subclass has the checks of a collective, its algorithms and the process group's own collective
-    that executes it. `gcnzc.exchange.collectives.COLLECTIVES` lists the subclasses. Headers and
-    ledgers use the name of the class.
-    """
-
-    __slots__ = ()
-
-    kind: ClassVar[str]
-    """the kind of request in `Choices`: the name of the class, or "Sum" for a `Mean`"""
-    algorithms: ClassVar[tuple[str, ...]]
-    """names of the algorithms"""
-    is_from_all: ClassVar[bool] = True
-    """whether the answer of each rank needs the requests of all ranks"""
-
-    @property
-    def name(self) -> str:
-        """The name of the request, for the ledger and for headers."""
-        return type(self).__name__
-
-    def describe(self) -> str:
-        """Describe the kind and the size of the request, for error messages."""
-        return f"{type(self).__name__} of {self.num_bytes:,} bytes"
-
-    @property
-    @abstractmethod
-    def num_bytes(self) -> int:
-        """The bytes of the values on this rank; `Choices` selects algorithms by them."""
-
-    @abstractmethod
-    def check(self, world_size: int) -> None:
-        """Check the request.
-
-        Raises:
-            ValueError: it is invalid, or does not match the number of ranks.
-        """
-
-    @abstractmethod
-    def describe_header(self) -> HeaderFields:
-        """Describe the request for its header; the results are cached, and must not be changed."""
-
-    @abstractmethod
-    def messages(self, name: str, rank: int, world_size: int) -> "Algorithm[Any]":
-        """Execute the request by point-to-point messages, and return its answer.
-
-        Args:
-            name: one of `algorithms`, or for a `Broadcast` also a chain with its piece size.
-            rank: this rank.
-            world_size: the number of ranks; `check` accepts it.
-        """
-
-    @abstractmethod
-    def sent_bytes(self, name: str, rank: int, world_size: int) -> float:
-        """Return the bytes that a rank sends, by the formula of an algorithm.
-
-        The formula is exact if the number of elements is a multiple of the number of ranks and, for
-        sums by halving, the number of ranks is a power of two. For "builtin" it is that of gloo's
-        algorithms.
-        """
-
-    @abstractmethod
-    def copy_to_host(self, buffers: "StagingBuffers") -> "Collective":
-        """Return the request with copies of its tensors in buffers on the host."""
-
-    @abstractmethod
-    def copy_answer(self, answer: Any) -> Any:
-        """Copy the answer of `copy_to_host`'s request to this request's device, and return it."""
-
-    @abstractmethod
-    def start_builtin(self, process_group: "BuiltinCollectives") -> tuple[Any, Callable[[], Any]]:
-        """Start the process group's own collective.
-
-        Returns:
-            The work of torch.distributed, or None if there is none, and a function that returns the
-            answer after the work has finished.
-        """
-
-    @classmethod
-    def has_algorithm(cls, name: str) -> bool:
-        """Whether there is an algorithm with that name."""
-        return name in cls.algorithms
-
-    @classmethod
-    def critical_paths(cls, num_bytes: int, world_size: int) -> Paths:
-        """Return the cost of each algorithm that may be the default one, for W > 1 ranks.
-
-        Empty if the first of `algorithms` is always the default.
-        """
-        return {}
 
 
 class Message(BaseRequest, ABC):
@@ -165,38 +70,43 @@ class Message(BaseRequest, ABC):
 
     def describe(self) -> str:
         """Describe the size, the peer and the tag of the message, for error messages."""
-        size = count_bytes(self.values)
+        peer = "" if isinstance(self, ReceiveAny) else f" with rank {self.peer}"  # type: ignore[attr-defined]
         tag = "" if self.tag is None else f" with tag {self.tag}"
-        return f"{type(self).__name__} of {size:,} bytes{self.describe_peer()}{tag}"
-
-    def describe_peer(self) -> str:
-        """Describe the peer, for error messages; empty if it may be any rank."""
-        return ""
+        return f"{type(self).__name__} of {count_bytes(self.values):,} bytes{peer}{tag}"
 
     @property
     def is_on_gpu(self) -> bool:
         """Whether the values are on a GPU."""
         return self.values.is_cuda
 
-    def check(self) -> None:
-        """Check the message.
+    def check(self, rank: int, world_size: int) -> None:
+        """Check the message of `rank`.
 
         Raises:
-            ValueError: the tag is not an integer of at least 0, or the values are not a contiguous
-                tensor.
+            ValueError: the peer is this rank or does not exist, the tag is not an integer of at
+                least 0, or the values are not a contiguous tensor.
         """
+        peer, tag, name = getattr(self, "peer", None), self.tag, type(self).__name__
+        if peer is None:
+            hint = "give the tag of the Send, an integer of at least 0"
+            require(tag is not None, f"{name} without a tag", hint)
+        elif peer == rank or not 0 <= peer < world_size:
+            raise ValueError(
+                f"{self.describe()} on rank {rank} of {world_size}\n\n"
+                f"hint: give a rank from 0 to {world_size - 1} that is not {rank}"
+            )
         if not self.values.is_contiguous():
             raise ValueError(
                 f"{self.describe()}: the values, of shape {tuple(self.values.shape)}, are not "
                 "contiguous\n\nhint: send values.contiguous(), or receive into a contiguous tensor "
                 "and copy it"
             )
-        tag = self.tag
-        if tag is not None and not (isinstance(tag, int) and tag >= 0):
-            raise ValueError(
-                f"{type(self).__name__} with tag {tag!r}\n\nhint: use an integer of at least 0, or "
-                "None for messages that are received in the order in which they are sent"
-            )
+        require(
+            tag is None or (isinstance(tag, int) and tag >= 0),
+            f"{name} with tag {tag!r}",
+            "use an integer of at least 0, or None for messages that are received in the order in "
+            "which they are sent",
+        )
 
     def describe_header(self) -> HeaderFields:
         """Describe the message for its header: its size and dtype, and its tag if it has one."""
@@ -215,14 +125,6 @@ class Message(BaseRequest, ABC):
         words = f"messages{what} from rank {sender} to rank {receiver}"
         return f"{words} on channel {channel}" if channel else words
 
-    @abstractmethod
-    def copy_to_host(self, host: Tensor) -> "Message":
-        """Return the message with `host`, (n,), as its values; of a `Send`, copy them to it."""
-
-    @abstractmethod
-    def copy_answer(self, host: Tensor, answer: Any) -> Any:
-        """Return the answer, after the message with the values `host` has the answer `answer`."""
-
 
 @dataclass(eq=False, slots=True)
 class Send(Message):
@@ -239,21 +141,9 @@ class Send(Message):
     """at least 0; messages with different tags may be received in another order than they are sent.
     None: messages are received in order"""
 
-    def describe_peer(self) -> str:
-        """Describe the peer, for error messages."""
-        return f" with rank {self.peer}"
-
     def sequence(self, rank: int, channel: str = "", caller: str = "") -> str:
         """Return the name of the sequence of messages that this one of `rank` belongs to."""
         return self.name_sequence(rank, self.peer, channel, caller)
-
-    def copy_to_host(self, host: Tensor) -> "Send":
-        """Copy the values to `host`, (n,), and return a message with them."""
-        host.view(self.values.shape).copy_(self.values)
-        return Send(host, self.peer, self.tag)
-
-    def copy_answer(self, host: Tensor, answer: None) -> None:
-        """Return the answer, None."""
 
 
 @dataclass(eq=False, slots=True)
@@ -267,21 +157,9 @@ class Receive(Message):
     tag: int | None = None
     """the tag of the message; None for the next message without a tag"""
 
-    def describe_peer(self) -> str:
-        """Describe the peer, for error messages."""
-        return f" with rank {self.peer}"
-
     def sequence(self, rank: int, channel: str = "", caller: str = "") -> str:
         """Return the name of the sequence of messages that this one of `rank` belongs to."""
         return self.name_sequence(self.peer, rank, channel, caller)
-
-    def copy_to_host(self, host: Tensor) -> "Receive":
-        """Return a message that is received into `host`, (n,)."""
-        return Receive(host, self.peer, self.tag)
-
-    def copy_answer(self, host: Tensor, answer: Tensor) -> Tensor:
-        """Copy the received values from `host` to those of this request, and return them."""
-        return self.values.copy_(host.view(self.values.shape))
 
 
 @dataclass(eq=False, slots=True)
@@ -299,23 +177,6 @@ class ReceiveAny(Message):
     """contiguous, with the number of elements and dtype of the message"""
     tag: int
     """the tag of the message"""
-
-    def check(self) -> None:
-        """Check the message; see `Message`."""
-        if self.tag is None:
-            raise ValueError(
-                "ReceiveAny without a tag\n\n"
-                "hint: give the tag of the Send, an integer of at least 0"
-            )
-        Message.check(self)
-
-    def copy_to_host(self, host: Tensor) -> "ReceiveAny":
-        """Return a message that is received into `host`, (n,)."""
-        return ReceiveAny(host, self.tag)
-
-    def copy_answer(self, host: Tensor, answer: tuple[Tensor, int]) -> tuple[Tensor, int]:
-        """Copy the received values from `host` to those of this request, and return the answer."""
-        return self.values.copy_(host.view(self.values.shape)), answer[1]
 
 
 @dataclass(eq=False, slots=True)
@@ -358,8 +219,8 @@ class Compute(BaseRequest):
 
     def check(self) -> None:
         """Check that the duration is not negative or NaN; raises ValueError."""
-        if not isinstance(self.seconds, int | float) or not self.seconds >= 0:
-            raise ValueError(f"{self.describe()}\n\nhint: give at least 0 s")
+        is_number = isinstance(self.seconds, int | float)
+        require(is_number and self.seconds >= 0, self.describe(), "give at least 0 s")
 
     def sleep(self) -> None:
         """Check the duration, and sleep."""
@@ -446,6 +307,153 @@ class Abandon(BaseRequest):
     """the answer of `Start`"""
 
 
+class StoreRequest(BaseRequest, ABC):
+    """The base of requests to the store, which has values of bytes by key, common to all ranks.
+
+    The store executes requests one after the other. It is independent of messages and collectives:
+    a rank can wait for a decision without a message from each of the other ranks. In answers, the
+    value of a key that does not exist is b"". A group of several ranks uses the store of
+    torch.distributed; `lockstep` simulates one.
+    """
+
+    __slots__ = ()
+
+    def check(self) -> None:
+        """Check the request.
+
+        Raises:
+            ValueError: it is invalid.
+        """
+
+    def bytes_sent(self) -> int:
+        """Return the bytes of the values that a rank sends with the request."""
+        return 0
+
+
+@dataclass(slots=True)
+class CompareAndSet(StoreRequest):
+    """Set a key if it has the expected value; the answer is the value of the key afterwards.
+
+    If several ranks set a key with the same expected value, exactly one of them succeeds, and the
+    answers of all of them are its value.
+    """
+
+    key: str
+    """of at most 4 KiB in UTF-8, as all keys"""
+    expected: bytes
+    """of at most 4 MiB; b"" if the key must not exist"""
+    value: bytes
+    """not empty, of at most 4 MiB"""
+
+    def describe(self) -> str:
+        """Describe the key, for error messages."""
+        return f"CompareAndSet of the key {self.key}"
+
+    def check(self) -> None:
+        """Check the key, and the types and sizes of the values; raises ValueError."""
+        _check_key(self, self.key)
+        what = self.describe()
+        for value in (self.expected, self.value):
+            kind = f"{what} with a value of the type {type(value).__name__}"
+            require(isinstance(value, bytes), kind, "give bytes, such as text.encode()")
+            require(
+                len(value) <= MAX_VALUE_BYTES,
+                f"{what} with a value of {len(value):,} bytes",
+                f"at most {MAX_VALUE_BYTES:,} bytes; send larger values as messages",
+            )
+        hint = "an empty value means that the key does not exist; DeleteKeys deletes it"
+        require(self.value, f"{what} to an empty value", hint)
+
+    def bytes_sent(self) -> int:
+        """Return the bytes of both values."""
+        return len(self.expected) + len(self.value)
+
+
+@dataclass(slots=True)
+class _KeysRequest(StoreRequest):
+    keys: Sequence[str]
+
+    def describe(self) -> str:
+        """Describe the number of keys, for error messages."""
+        what = f"{len(self.keys)} keys" if self._is_list() else f"the keys {_shorten(self.keys)}"
+        return f"{type(self).__name__} of {what}"
+
+    def check(self) -> None:
+        """Check that the keys are a sequence of valid keys, not a single string."""
+        hint = 'give a list of strings, such as ["a", "b"]'
+        require(self._is_list(), self.describe(), hint)
+        for key in self.keys:
+            _check_key(self, key)
+
+    def _is_list(self) -> bool:
+        return isinstance(self.keys, Sequence) and not isinstance(self.keys, str | bytes)
+
+
+class ReadKeys(_KeysRequest):
+    """Read several keys; the answer is a list of their values.
+
+    Over processes, keys that exist are read at the same instant. A key that is set while others are
+    looked up may be missing in the answer.
+    """
+
+    __slots__ = ()
+
+
+class DeleteKeys(_KeysRequest):
+    """Delete keys, and ignore those that do not exist; the answer is None."""
+
+    __slots__ = ()
+
+
+@dataclass(slots=True)
+class WaitForKey(StoreRequest):
+    """Wait until a key exists, or for a limited time; the answer is its value, None if too late.
+
+    Over processes the key is polled, at least once, every `POLL_S` to `MAX_POLL_S` seconds of
+    `gcnzc.exchange.store`.
+    """
+
+    key: str
+    seconds: float | None = None
+    """the limit, at least 0. With None, `run` raises `WorkerLost` after the time limit of the
+    group, and `lockstep` if no rank can continue and one has ended with an error"""
+
+    def describe(self) -> str:
+        """Describe the key, for error messages."""
+        return f"the key {self.key}"
+
+    def check(self) -> None:
+        """Check the key, and that the limit is not negative or NaN; raises ValueError."""
+        _check_key(self, self.key)
+        seconds = self.seconds
+        is_limit = seconds is None or (isinstance(seconds, int | float) and seconds >= 0)
+        what = f"a wait of {seconds!r} s for {self.describe()}"
+        require(is_limit, what, "give at least 0 s, or None")
+
+
+def _check_key(request: StoreRequest, key: object) -> None:
+    """Raise a ValueError if a key is not a string, cannot be encoded, or is too long."""
+    name = f"{type(request).__name__} with the key {_shorten(key)}"
+    of_type = f"{name} of the type {type(key).__name__}"
+    require(isinstance(key, str), of_type, "a key is a string")
+    try:
+        num_bytes = len(str(key).encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name}, which UTF-8 cannot encode\n\nhint: use a key without surrogates"
+        ) from error
+    require(
+        num_bytes <= MAX_KEY_BYTES,
+        f"{name} of {num_bytes:,} bytes",
+        f"at most {MAX_KEY_BYTES:,} bytes; use a hash of a longer key",
+    )
+
+
+def _shorten(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 40 else text[:40] + "..."
+
+
 Request: TypeAlias = BaseRequest
 Algorithm: TypeAlias = Generator[Request, Any, T]
 
@@ -460,16 +468,26 @@ def check_on_channels(request: First | Abandon, kind: type) -> None:
     Raises:
         ValueError: there are none, one has no channel, or a time limit is negative or NaN.
     """
-    if isinstance(request, First) and request.seconds is not None and not request.seconds >= 0:
-        raise ValueError(
-            f"{request.describe()} for {request.seconds} s\n\nhint: give at least 0 s, or None"
-        )
-    pending = request.pending if isinstance(request, First) else [request.pending]
-    if not pending or not all(isinstance(each, kind) for each in pending):
-        raise ValueError(
-            f"{request.describe()}: {'a request has no channel' if pending else 'none is given'}"
-            '\n\nhint: start receives with the name of a channel, as Start(Receive(...), "mail")'
-        )
+    pending = [request.pending]
+    if isinstance(request, First):
+        pending, seconds = list(request.pending), request.seconds
+        is_limit = seconds is None or seconds >= 0
+        require(is_limit, f"{request.describe()} for {seconds} s", "give at least 0 s, or None")
+    require(
+        pending and all(isinstance(each, kind) for each in pending),
+        f"{request.describe()}: {'a request has no channel' if pending else 'none is given'}",
+        'start receives with the name of a channel, as Start(Receive(...), "mail")',
+    )
+
+
+def check_kind(value: object, kinds: type | UnionType, what: str) -> None:
+    """Check the type of a request, or of what a `Start` starts.
+
+    Raises:
+        TypeError: it is of another type; `what` says where it was found.
+    """
+    if not isinstance(value, kinds):
+        raise TypeError(f"{what} {value!r:.100}")
 
 
 def yield_request(request: Request) -> Algorithm[Any]:

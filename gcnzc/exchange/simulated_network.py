@@ -1,36 +1,33 @@
-"""The network and the machines of a simulation: bandwidths, latencies, slow-downs and crashes."""
+"""What a simulation consists of: links, faults, machines, tasks, messages and sizes of values."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-# bytes of payload in a frame with an MTU of 1500 B, of the frame with its headers, and of an
-# acknowledgement, which is sent for two frames
-_PAYLOAD_BYTES, _FRAME_BYTES, _ACKNOWLEDGEMENT_BYTES = 1448, 1514, 66
+import torch
 
-TCP_SHARE = _PAYLOAD_BYTES / (_FRAME_BYTES + _ACKNOWLEDGEMENT_BYTES / 2)
-"""the part of a link's rate that is payload, if both directions are busy"""
+from gcnzc.exchange.agreement import mismatch
+from gcnzc.exchange.collectives import as_bytes
+from gcnzc.exchange.errors import WorkerLost
+from gcnzc.exchange.ledger import Ledger
+from gcnzc.exchange.requests import (
+    Algorithm,
+    First,
+    Receive,
+    ReceiveAny,
+    Send,
+    WaitForKey,
+    require,
+)
 
-SEND_BUFFER_BYTES = 2e6
-"""payload in the send buffer of a connection that has been used: Linux increases it to 4 MiB
-(`tcp_wmem`), of which about half is overhead"""
-
-MESSAGE_S = 100e-6
-"""seconds of a processor core to start a message; a round value, which was not measured"""
+NEVER = float("inf")
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _check_time(fault: "Crash | SlowDown") -> None:
-    """Raise a ValueError if the time of a fault is negative, NaN or not a number."""
-    if not _is_number(fault.at_s) or not fault.at_s >= 0:
-        raise ValueError(
-            f"a {type(fault).__name__} at {fault.at_s!r} s is invalid\n\n"
-            "hint: give a time of at least 0"
-        )
 
 
 @dataclass(frozen=True)
@@ -50,46 +47,19 @@ class Link:
     in_bytes_per_s: float = float("inf")
     """bandwidth of incoming messages, in bytes per second. They are received one after the other in
     the order in which their first bytes arrive; only of the link of a rank"""
-    is_shared: bool = False
-    """False: messages of the rank leave it one after the other. True: each peer and channel has a
-    TCP connection, all of which share the links; of the links of all ranks or none"""
-    buffer_bytes: float = 0.0
-    """size of the send buffer of each connection; a send ends when the rest of the message fits in
-    it. 0: none. Only of shared links"""
 
     def __post_init__(self) -> None:
         """Check the bandwidths and times; raises ValueError."""
         for name in ("bytes_per_s", "in_bytes_per_s"):
-            if not _is_number(rate := getattr(self, name)) or not rate > 0:
-                raise ValueError(
-                    f"a link with {name}={rate!r} is invalid\n\n"
-                    "hint: give a bandwidth above 0, or infinity"
-                )
-        for name in ("delay_s", "message_s", "buffer_bytes"):
+            rate = getattr(self, name)
+            is_valid = _is_number(rate) and rate > 0
+            what = f"a link with {name}={rate!r} is invalid"
+            require(is_valid, what, "give a bandwidth above 0, or infinity")
+        for name in ("delay_s", "message_s"):
             value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value < float("inf"):
-                raise ValueError(
-                    f"a link with {name}={value!r} is invalid\n\n"
-                    "hint: give a finite number of at least 0"
-                )
-
-    @classmethod
-    def tcp(cls, mbit_per_s: float, delay_s: float = 0.0) -> "Link":
-        """Return a link that behaves as TCP over Ethernet, in both directions.
-
-        docs/benchmarks/networks.md compares it with emulated networks.
-
-        Args:
-            mbit_per_s: rate of the Ethernet frames.
-            delay_s: latency from one rank to another.
-        """
-        if not _is_number(mbit_per_s) or not mbit_per_s > 0:
-            raise ValueError(
-                f"a link of {mbit_per_s!r} Mbit/s is invalid\n\n"
-                "hint: give a rate above 0, such as 100"
-            )
-        rate = mbit_per_s * 1e6 / 8 * TCP_SHARE
-        return cls(rate, delay_s, MESSAGE_S, rate, is_shared=True, buffer_bytes=SEND_BUFFER_BYTES)
+            is_valid = _is_number(value) and 0 <= value < NEVER
+            what = f"a link with {name}={value!r} is invalid"
+            require(is_valid, what, "give a finite number of at least 0")
 
 
 @dataclass(frozen=True)
@@ -129,24 +99,25 @@ class SlowDown:
 
     def __post_init__(self) -> None:
         _check_time(self)
-        if not _is_number(self.seconds) or not self.seconds >= 0:
-            raise ValueError(
-                f"a slow-down for {self.seconds!r} s is invalid\n\n"
-                "hint: give a duration of at least 0"
-            )
-        if not _is_number(self.factor) or not self.factor >= 1:
-            raise ValueError(
-                f"a slow-down by {self.factor!r} is invalid\n\n"
-                "hint: give a factor of at least 1; a factor of 2 takes twice the time"
-            )
-        if self.factor == self.seconds == float("inf"):
-            raise ValueError("a pause without an end is invalid\n\nhint: use Crash")
+        seconds, factor = self.seconds, self.factor
+        is_valid, what = _is_number(seconds) and seconds >= 0, f"a slow-down for {seconds!r} s"
+        require(is_valid, f"{what} is invalid", "give a duration of at least 0")
+        hint = "give a factor of at least 1; a factor of 2 takes twice the time"
+        is_valid = _is_number(factor) and factor >= 1
+        require(is_valid, f"a slow-down by {factor!r} is invalid", hint)
+        require(not factor == seconds == NEVER, "a pause without an end is invalid", "use Crash")
+
+
+def _check_time(fault: Crash | SlowDown) -> None:
+    """Raise a ValueError if the time of a fault is negative, NaN or not a number."""
+    is_valid = _is_number(fault.at_s) and fault.at_s >= 0
+    what = f"a {type(fault).__name__} at {fault.at_s!r} s is invalid"
+    require(is_valid, what, "give a time of at least 0")
 
 
 Fault: TypeAlias = Crash | SlowDown
 
 _NO_LIMITS = Link()
-_UNKNOWN = float("inf"), float("inf"), float("inf")
 
 
 class SimulatedNetwork:
@@ -158,8 +129,7 @@ class SimulatedNetwork:
         links: by (sender, receiver), links that limit their messages in addition.
 
     Raises:
-        ValueError: the number of links is not W, or some are shared and others are not, or
-            a pair has a rank that does not exist.
+        ValueError: the number of links is not W, or a pair has a rank that does not exist.
     """
 
     def __init__(
@@ -170,29 +140,40 @@ class SimulatedNetwork:
     ) -> None:
         one = _NO_LIMITS if link is None else link
         self.of_rank = [one] * world_size if isinstance(one, Link) else list(one)
-        if len(self.of_rank) != world_size:
-            raise ValueError(
-                f"{len(self.of_rank)} links for {world_size} ranks\n\n"
-                "hint: give one link for all ranks, or one for each"
-            )
-        self.is_shared = any(each.is_shared for each in self.of_rank)
-        if self.is_shared and not all(each.is_shared for each in self.of_rank):
-            raise ValueError(
-                "the links of some ranks are shared, and others are not\n\n"
-                "hint: use the same value of is_shared for all of them"
-            )
+        require(
+            len(self.of_rank) == world_size,
+            f"{len(self.of_rank)} links for {world_size} ranks",
+            "give one link for all ranks, or one for each",
+        )
         self.of_pair = dict(links or {})
         for pair in self.of_pair:
-            if any(rank not in range(world_size) for rank in pair):
-                raise ValueError(
-                    f"links has the pair {pair!r}, but there are {world_size} ranks\n\n"
-                    f"hint: give pairs (sender, receiver) of ranks from 0 to {world_size - 1}"
-                )
+            require(
+                all(rank in range(world_size) for rank in pair),
+                f"links has the pair {pair!r}, but there are {world_size} ranks",
+                f"give pairs (sender, receiver) of ranks from 0 to {world_size - 1}",
+            )
         self.has_receiver_limit = any(each.in_bytes_per_s != float("inf") for each in self.of_rank)
         # when the outgoing link of a rank, of a pair, and the incoming one of a rank, are free
         self.sent_at = [0.0] * world_size
         self.pair_sent_at = dict.fromkeys(self.of_pair, 0.0)
         self.received_at = [0.0] * world_size
+
+    def connect(
+        self,
+        schedule: Callable[[float, Callable[[float], None]], None],
+        end_send: Callable[["SentMessage"], None],
+        set_arrival: Callable[["SentMessage", float], None],
+    ) -> None:
+        """Prepare for a simulation: with functions that call one at a time, and end a message."""
+
+    def open(self, message: "SentMessage", now: float) -> None:
+        """Start a message, whose receive may have started before."""
+
+    def match(self, message: "SentMessage", now: float) -> None:
+        """Note that the receive of a message has started, after the message."""
+
+    def crash(self, rank: int) -> None:
+        """End the messages of a rank that have not left it."""
 
     def send(
         self, sender: int, receiver: int, num_bytes: int, now: float
@@ -201,11 +182,9 @@ class SimulatedNetwork:
 
         Returns:
             Three times in seconds: when the last byte has left the sender, when the first byte
-            arrives, and when the last one arrives if the receiver has no limit. Over shared links
-            they are not known yet, and infinite; see `SharedNetwork`.
+            arrives, and when the last one arrives if the receiver has no limit. They are infinite
+            if a subclass does not know them yet, which then calls `end_send` and `set_arrival`.
         """
-        if self.is_shared:
-            return _UNKNOWN
         link = self.of_rank[sender]
         free = self.sent_at[sender]
         begin = (now if now > free else free) + link.message_s
@@ -247,11 +226,11 @@ class Machine:
 
     def __init__(self, faults: Sequence[Fault] = ()) -> None:
         is_list = isinstance(faults, Sequence)
-        if not is_list or not all(isinstance(each, Crash | SlowDown) for each in faults):
-            raise ValueError(
-                f"the faults {faults!r} of a rank are invalid\n\n"
-                "hint: give a list of Crash and SlowDown"
-            )
+        require(
+            is_list and all(isinstance(each, Crash | SlowDown) for each in faults),
+            f"the faults {faults!r} of a rank are invalid",
+            "give a list of Crash and SlowDown",
+        )
         self.crashes_at = min(
             (each.at_s for each in faults if isinstance(each, Crash)), default=float("inf")
         )
@@ -260,11 +239,8 @@ class Machine:
         )
         self.slow_downs = [(each.at_s, each.at_s + each.seconds, each.factor) for each in slow]
         for (_, end, _), (begin, _, _) in zip(self.slow_downs, self.slow_downs[1:], strict=False):
-            if begin < end:
-                raise ValueError(
-                    f"a slow-down begins at {begin:g} s, before the previous one ends at {end:g} s"
-                    "\n\nhint: slow-downs of a rank must not overlap"
-                )
+            what = f"a slow-down begins at {begin:g} s, before the previous one ends at {end:g} s"
+            require(begin >= end, what, "slow-downs of a rank must not overlap")
 
     def resume_at(self, now: float) -> float:
         """Return when the rank runs if it could continue at `now`: after a pause."""
@@ -288,3 +264,282 @@ class Machine:
             seconds -= (end - now) / factor
             now = end
         return now + seconds
+
+
+class SizeOnly:
+    """The shape and dtype of a contiguous tensor, without its elements.
+
+    Pass it as the values of requests to `lockstep`: messages have the size of the tensor, and
+    nothing is copied or added. It has the methods of a tensor that collectives use; results have
+    the shapes that a tensor would have. Do not use it over processes.
+
+    Args:
+        shape: the shape; a number for a vector.
+        dtype: the dtype.
+    """
+
+    __slots__ = ("_item_bytes", "_numel", "dtype", "nbytes", "shape")
+
+    def __init__(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+        self.shape: tuple[int, ...] = (shape,) if isinstance(shape, int) else tuple(shape)
+        self.dtype, self._item_bytes = dtype, dtype.itemsize
+        self._numel = math.prod(self.shape)
+        self.nbytes = self._numel * self._item_bytes
+
+    def __repr__(self) -> str:
+        return f"SizeOnly({self.shape}, {self.dtype})"
+
+    def _like(self, *shape: int) -> "SizeOnly":
+        return SizeOnly(shape, self.dtype)
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self._numel
+
+    def element_size(self) -> int:
+        """Return the bytes of an element."""
+        return self._item_bytes
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator["SizeOnly"]:
+        return (self[row] for row in range(len(self)))
+
+    def __getitem__(self, key: Any) -> "SizeOnly":
+        if isinstance(key, slice):
+            count = len(range(*key.indices(self.shape[0])))
+            return self if count == self.shape[0] else self._like(count, *self.shape[1:])
+        return self._like(*self.shape[1:])
+
+    def __setitem__(self, key: Any, values: Any) -> None:
+        pass
+
+    def __iadd__(self, other: Any) -> "SizeOnly":
+        return self
+
+    def view(self, *shape: Any) -> "SizeOnly":
+        """Return a view of another shape, in which one size may be -1, or of another dtype."""
+        if len(shape) == 1 and isinstance(shape[0], torch.dtype):
+            last = self.shape[-1] * self._item_bytes // shape[0].itemsize
+            return SizeOnly((*self.shape[:-1], last), shape[0])
+        if len(shape) == 1 and isinstance(shape[0], Sequence):
+            shape = tuple(shape[0])
+        if -1 in shape:
+            known = -math.prod(shape)
+            shape = tuple(self._numel // max(known, 1) if size == -1 else size for size in shape)
+        return self._like(*shape)
+
+    def split(self, size: int) -> list["SizeOnly"]:
+        """Return parts of `size` rows, of which the last one may be smaller."""
+        return [self[begin : begin + size] for begin in range(0, max(len(self), 1), size)]
+
+    def tensor_split(self, parts: int) -> list["SizeOnly"]:
+        """Return parts whose numbers of rows differ by at most 1."""
+        rows, larger = divmod(len(self), parts)
+        both = self._like(rows + 1, *self.shape[1:]), self._like(rows, *self.shape[1:])
+        return [both[part >= larger] for part in range(parts)]
+
+    def is_contiguous(self) -> bool:
+        """Return True."""
+        return True
+
+    def _itself(self, *_: Any) -> "SizeOnly":
+        return self
+
+    # these change elements, or where they are
+    contiguous = clone = copy_ = div_ = roll = _itself
+
+    def new_empty(self, *shape: int) -> "SizeOnly":
+        """Return a payload of another shape and the same dtype."""
+        return self._like(*shape)
+
+
+@dataclass
+class Outcome:
+    """The result of `lockstep`; lists are in the order of ranks."""
+
+    results: list[Any]
+    """return values of the algorithms; None for a rank that failed"""
+    seconds: list[float]
+    """the end of each algorithm, by the virtual clock"""
+    exchange_s: list[float]
+    """the time of each algorithm without `Compute`, in seconds"""
+    ledgers: list[Ledger]
+    """counters of the messages that each rank sent"""
+    errors: list[WorkerLost | None]
+    """the error with which each rank ended, or None; of a rank that crashed, that it crashed"""
+
+
+class Task:
+    """The algorithm of a rank, or a request that it has started."""
+
+    __slots__ = (
+        "algorithm", "answer", "caller", "channel", "computed_s", "error", "is_abandoned",
+        "is_done", "kind", "now", "rank", "stack", "waiting", "waits_for",
+    )  # fmt: skip
+
+    def __init__(
+        self, rank: int, channel: str | None, algorithm: Algorithm[Any], now: float
+    ) -> None:
+        self.rank, self.now = rank, now
+        self.channel = channel
+        """None for the algorithm of a rank"""
+        self.algorithm = algorithm
+        self.stack: list[Algorithm[Any]] = []
+        """the algorithms that wait for the return value of the one that runs"""
+        self.kind = ""
+        """the kind of collective that the task executes; empty for none"""
+        self.caller = ""
+        """the name that the algorithm has set by `Caller`"""
+        self.computed_s = 0.0
+        """the virtual time of its `Compute` requests so far"""
+        self.answer: Any = None
+        """the answer with which the task continues; of a task that has ended, its result"""
+        self.error: Exception | None = None
+        """raised in the algorithm when the task runs next; of a task that has ended, its error"""
+        self.waits_for: Any = None
+        """the message, receive, task, `FirstWait` or `KeyWait` that the task waits for, if any"""
+        self.is_done = False
+        self.is_abandoned = False
+        self.waiting: list[Task | FirstWait] = []
+        """tasks that wait for this one"""
+
+    def describe_wait(self) -> str:
+        """Describe what the task waits for, for error messages."""
+        within = f" in {self.kind}" if self.kind else ""
+        pending = self.waits_for
+        channel = pending.channel if isinstance(pending, SentMessage | Task) else self.channel
+        if channel and isinstance(pending, StartedReceive | SentMessage | Task):
+            within += f" on channel {channel}"
+        if isinstance(self.waits_for, StartedReceive | SentMessage):
+            return f"rank {self.rank} waits for {self.waits_for.request.describe()}{within}"
+        if isinstance(self.waits_for, FirstWait | KeyWait):
+            return f"rank {self.rank} waits for {self.waits_for.request.describe()}"
+        return f"rank {self.rank} waits for a request that it started{within}"
+
+
+class FirstWait:
+    """A task that waits for the first of several others."""
+
+    __slots__ = ("is_over", "request", "task")
+
+    def __init__(self, task: Task, request: First) -> None:
+        self.task, self.request = task, request
+        self.is_over = False
+        task.waits_for = self
+        for each in request.pending:
+            each.waiting.append(self)
+
+    def end(self, ended: Task | None) -> bool:
+        """Answer with the task that has ended, or None; return whether the wait was pending."""
+        if self.is_over or self.task.is_done:
+            # the rank has crashed
+            return False
+        self.is_over = True
+        pending = self.request.pending
+        self.task.answer = None if ended is None else pending.index(ended)
+        for each in pending:
+            if each is not ended:
+                each.waiting.remove(self)
+        return True
+
+
+class KeyWait:
+    """A task that waits for a key of the store."""
+
+    __slots__ = ("is_over", "request", "task")
+
+    def __init__(self, task: Task, request: WaitForKey) -> None:
+        self.task, self.request, self.is_over = task, request, False
+
+
+class SentMessage:
+    """A message that has been sent, and the answer of its `Start`."""
+
+    __slots__ = (
+        "arrives_at", "channel", "copy", "matched_at", "num_bytes", "number", "peer",
+        "receive", "request", "sender", "sent_at", "waiter",
+    )  # fmt: skip
+
+    def __init__(
+        self, request: Send, sender: int, number: int, copy: Any, num_bytes: int, sent_at: float,
+        channel: str | None,
+    ) -> None:  # fmt: skip
+        self.request, self.num_bytes, self.sent_at = request, num_bytes, sent_at
+        self.channel = channel
+        self.sender, self.peer = sender, request.peer
+        self.number = number
+        """the number of the message among all messages of the simulation, by their starts"""
+        self.copy = copy
+        """the bytes of the values at the start, which also show changes; None for `SizeOnly`"""
+        self.arrives_at = NEVER
+        self.matched_at = NEVER
+        """when both the message and its receive had started"""
+        self.receive: StartedReceive | None = None
+        """the matching receive until the message arrives, then None: a cycle of references would
+        delay the release of their memory"""
+        self.waiter: Task | None = None
+        """the task that waits until it is sent"""
+
+    @property
+    def ends_at(self) -> float:
+        """When its `Wait` ends, as over gloo: it is sent, and its peer has started to receive."""
+        return max(self.sent_at, self.matched_at)
+
+    def check_unchanged(self, rank: int) -> None:
+        """Check that the values have not changed while they were sent."""
+        if self.copy is not None and not torch.equal(as_bytes(self.request.values), self.copy):
+            raise RuntimeError(
+                f"rank {rank} changed a tensor while it was being sent\n\n"
+                "hint: do not write to a tensor between Start and Wait"
+            )
+
+
+class StartedReceive:
+    """A receive that has started, and the answer of its `Start`."""
+
+    __slots__ = ("message", "peer", "request", "waiter")
+
+    def __init__(self, request: Receive | ReceiveAny) -> None:
+        self.request = request
+        self.peer = None if type(request) is ReceiveAny else request.peer  # type: ignore[union-attr]
+        """the rank that sends the message; None until it is known"""
+        self.message: SentMessage | None = None
+        self.waiter: Task | None = None
+
+    def take(self, rank: int) -> Any:
+        """Write the values of the message, which has arrived, and return the answer."""
+        message = self.message
+        assert message is not None, "it has arrived"
+        values = self.request.values
+        if values.nbytes != message.num_bytes:
+            raise mismatch(
+                f"rank {rank} expects {values.nbytes} bytes from rank {message.sender}, which "
+                f"sends {message.num_bytes}"
+            )
+        if message.copy is not None:
+            as_bytes(values).copy_(message.copy)
+        return (values, message.sender) if type(self.request) is ReceiveAny else values
+
+
+def invalid_like(values: Any) -> Any:
+    """Return scratch memory for values like these, which shows if it is read before it is written.
+
+    All its bits are set, which are NaN in float16, bfloat16, float32 and float64.
+    """
+    if isinstance(values, SizeOnly):
+        return values
+    scratch = torch.empty_like(values)
+    as_bytes(scratch).fill_(0xFF)
+    return scratch
+
+
+class Mailbox:
+    """The messages from one rank to another that have no receive, or receives without a message."""
+
+    __slots__ = ("messages", "receives")
+
+    def __init__(self) -> None:
+        self.messages: deque[SentMessage] = deque()
+        self.receives: deque[StartedReceive] = deque()

@@ -1,68 +1,132 @@
-"""The simulation of `lockstep`: tasks that take turns by their virtual time, and their messages."""
+"""Simulate W ranks in one process, in lockstep, with a virtual clock.
 
+The algorithms are the same as over processes, without a network and without threads. A test has
+access to all ranks, every byte is counted, and the clock predicts the time on given network links.
+Tasks take turns by their virtual time: the rank with the earliest time runs next, so the times do
+not depend on the order of the ranks.
+
+The memory of a simulation is proportional to the requests that have started and not ended.
+"""
+
+import gc
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gcnzc.exchange.agreement import (
     MAX_OTHERS,
     Header,
     RequestLog,
     channel_sequence,
-    collective_sequence,
     describe_other_channel,
     find_difference,
     mismatch,
 )
-from gcnzc.exchange.choices import Choices
-from gcnzc.exchange.collectives.messages import as_bytes
-from gcnzc.exchange.collectives.subgroup import Subgroup
+from gcnzc.exchange.collectives import Collective, as_bytes
 from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.ledger import Ledger
-from gcnzc.exchange.message_checks import check_message
-from gcnzc.exchange.request_checks import EXCHANGE, STARTED, check_kind
 from gcnzc.exchange.requests import (
     DEFAULT_CHANNEL,
     Abandon,
     Algorithm,
     Caller,
-    Collective,
+    CompareAndSet,
     Compute,
+    DeleteKeys,
     First,
     Message,
     Now,
+    ReadKeys,
     Receive,
     ReceiveAny,
     Request,
     Scratch,
     Send,
     Start,
+    StoreRequest,
     Wait,
+    WaitForKey,
+    check_kind,
     check_on_channels,
+    require,
     yield_request,
 )
-from gcnzc.exchange.shared_network import SharedNetwork
-from gcnzc.exchange.simulated_network import Fault, Machine, SimulatedNetwork
-from gcnzc.exchange.simulated_store import SimulatedStore
-from gcnzc.exchange.simulated_tasks import (
+from gcnzc.exchange.simulated_network import (
     NEVER,
+    Fault,
     FirstWait,
+    KeyWait,
+    Link,
+    Machine,
     Mailbox,
     Outcome,
     SentMessage,
+    SimulatedNetwork,
+    SizeOnly,
     StartedReceive,
     Task,
     invalid_like,
-    run_after,
 )
-from gcnzc.exchange.size_only import SizeOnly
+from gcnzc.exchange.store import MemoryStore, check_and_count, execute
 
-if TYPE_CHECKING:
-    from gcnzc.exchange.simulated_tasks import Task
+# new objects after which Python searches for cyclic garbage; the default is at most 2000
+_GC_THRESHOLD = 200_000
+RECEIVES = (Receive, ReceiveAny)
+# what a `Start` starts
+STARTED = Collective | Message | Generator
 
-# The ranks and connections that a simulation has lost.
+
+def lockstep(
+    algorithms: Sequence[Algorithm[Any]],
+    link: Link | Sequence[Link] | SimulatedNetwork | None = None,
+    links: Mapping[tuple[int, int], Link] | None = None,
+    faults: Mapping[int, Sequence[Fault]] | None = None,
+    store_s: float = 0.0,
+) -> Outcome:
+    """Run the algorithms of W ranks in one process, and simulate the time that they take.
+
+    Args:
+        algorithms: one for each rank, in the order of ranks. Their requests may have `SizeOnly`
+            values, if only the time is needed.
+        link: the link of each rank, or a sequence of W links; None has no limits. Or a network of
+            its own, for one simulation.
+        links: by (sender, receiver), links whose bandwidth and latency limit their messages in
+            addition to `link`; their `message_s` and `in_bytes_per_s` are not used.
+        faults: by rank, its crash and slow-downs. A rank that waits for one that has crashed raises
+            `WorkerLost`, as over processes; if the algorithm does not handle it, this rank ends
+            too, and the error is in `Outcome.errors`.
+        store_s: the time of a request to the store, such as `CompareAndSet`, in seconds. The store
+            is empty at the start.
+
+    Returns:
+        The results, times and ledgers of all ranks.
+
+    Raises:
+        RequestMismatch: ranks make different requests, or wait for one another in a cycle, as over
+            processes.
+        RuntimeError: a tensor was changed while it was being sent.
+        ValueError: a request, the links or the faults are invalid.
+    """
+    network = link
+    if not isinstance(network, SimulatedNetwork):
+        network = SimulatedNetwork(len(algorithms), network, links)
+    simulation = Simulation(algorithms, network, faults or {}, store_s)
+    with _rare_garbage_collection():
+        return simulation.run()
+
+
+@contextmanager
+def _rare_garbage_collection() -> Iterator[None]:
+    """Let Python search for garbage more rarely: it would visit all pending requests each time."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], _GC_THRESHOLD) if before[0] else 0, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class SimulatedLosses:
@@ -88,8 +152,7 @@ class SimulatedLosses:
     def lose(self, rank: int, at: float, error: WorkerLost) -> None:
         """End all tasks of a rank, and break its connections."""
         self.simulation.errors[rank] = error
-        if self.simulation.shared:
-            self.simulation.shared.crash(rank)
+        self.simulation.network.crash(rank)
         for task in [each for each in self.simulation.tasks if each.rank == rank]:
             task.is_done = True
             del self.simulation.tasks[task]
@@ -134,9 +197,6 @@ class SimulatedLosses:
         )
 
 
-# The headers of the requests of simulated ranks.
-
-
 class SimulatedLogs:
     """The requests that each rank has made, which are compared when a rank makes another one."""
 
@@ -144,12 +204,7 @@ class SimulatedLogs:
         self.logs = [RequestLog(rank) for rank in range(world_size)]
 
     def check_collective(
-        self,
-        rank: int,
-        caller: str,
-        channel: str | None,
-        request: Collective | Subgroup,
-        ranks: Sequence[int],
+        self, rank: int, caller: str, channel: str | None, request: Collective
     ) -> None:
         """Compare a collective with the same request of ranks that have made it already.
 
@@ -157,7 +212,7 @@ class SimulatedLogs:
             RequestMismatch: they differ.
         """
         header = self.logs[rank].record_collective(channel or "", request, caller)
-        self._check(rank, collective_sequence(channel or "", request), header, ranks)
+        self._check(rank, channel_sequence(channel or ""), header, range(len(self.logs)))
 
     def check_message(self, task: Task, message: Send | Receive, channel: str | None) -> str:
         """Check a message, and compare it with the request of its peer if there is one.
@@ -165,7 +220,7 @@ class SimulatedLogs:
         Returns:
             The name of its sequence; a message with a tag matches any of its sequence.
         """
-        check_message(message, task.rank, len(self.logs))
+        message.check(task.rank, len(self.logs))
         sequence = message.sequence(task.rank, channel or "", task.caller)
         if message.tag is None:
             header = self.logs[task.rank].record_message(message, task.caller, channel or "")
@@ -196,9 +251,6 @@ class SimulatedLogs:
                     return
 
 
-# The receives from any rank of a simulation.
-
-
 class SimulatedAnyReceives:
     """Matches receives from any rank with messages.
 
@@ -213,7 +265,7 @@ class SimulatedAnyReceives:
 
     def start(self, task: Task, request: ReceiveAny) -> StartedReceive:
         """Start a receive, and match it with the message that was sent first."""
-        request.check()
+        request.check(task.rank, self.simulation.world_size)
         receive, channel, mailboxes = StartedReceive(request), task.channel, []
         for sender in range(self.simulation.world_size):
             name = request.name_sequence(sender, task.rank, channel or "", task.caller)
@@ -258,9 +310,6 @@ class SimulatedAnyReceives:
                 self.simulation.resume(task, at)
                 is_lost = True
         return is_lost
-
-
-# The channels that the ranks of a simulation have opened.
 
 
 class SimulatedChannels:
@@ -317,7 +366,111 @@ class SimulatedChannels:
         return [each for each in found if each][:MAX_OTHERS]
 
 
-RECEIVES = (Receive, ReceiveAny)
+class SimulatedStore:
+    """Answers the requests to the store.
+
+    A request arrives at the store after half of the time of a request, and is executed at once;
+    its answer takes the other half. Requests that arrive at the same time are executed in the order
+    in which they were made, so ranks that run at the same time take turns.
+
+    Args:
+        simulation: runs the tasks.
+        request_s: the time of a request in seconds.
+
+    Raises:
+        ValueError: the time is negative or infinite.
+    """
+
+    def __init__(self, simulation: "Simulation", request_s: float) -> None:
+        what = f"requests to the store that take {request_s} s"
+        require(0 <= request_s < NEVER, what, "give a time of at least 0")
+        self.simulation, self.half_s = simulation, request_s / 2
+        self.memory = MemoryStore()
+        self.waits: dict[str, list[KeyWait]] = {}
+        """by key, the waits for it"""
+        self.handlers: dict[type, Callable[[Task, Any], bool]] = {
+            CompareAndSet: self.request,
+            ReadKeys: self.request,
+            DeleteKeys: self.request,
+            WaitForKey: self.wait_for_key,
+        }
+
+    def request(self, task: Task, request: StoreRequest) -> bool:
+        """Handle a request that is executed when it arrives."""
+        self.check_and_count(task, request)
+
+        def arrive(at: float) -> None:
+            is_change = isinstance(request, CompareAndSet)
+            if is_change and task.is_done:
+                return  # the rank has crashed, so its request does not reach the store
+            answer = execute(request, self.memory)
+            if isinstance(request, CompareAndSet) and answer == request.value:
+                for wait in self.waits.pop(request.key, ()):
+                    self.end_wait(wait, request.value, at)
+            self.answer(task, answer, at)
+
+        self.simulation.schedule(task.now + self.half_s, arrive)
+        return False
+
+    def check_and_count(self, task: Task, request: StoreRequest) -> None:
+        """Check a request, and count it in the ledger of its rank."""
+        check_and_count(request, self.simulation.ledgers[task.rank], self.simulation.world_size)
+
+    def answer(self, task: Task, answer: Any, at: float) -> None:
+        """Send an answer to a task, unless its rank has ended."""
+        if not task.is_done:
+            task.answer = answer
+            self.simulation.resume(task, at + self.half_s)
+
+    def wait_for_key(self, task: Task, request: WaitForKey) -> bool:
+        """Handle a `WaitForKey`."""
+        self.check_and_count(task, request)
+        task.waits_for = wait = KeyWait(task, request)
+        self.simulation.schedule(task.now + self.half_s, lambda at: self.begin_wait(wait, at))
+        return False
+
+    def begin_wait(self, wait: KeyWait, at: float) -> None:
+        """Answer a wait if its key exists; otherwise store the wait until the key is set."""
+        request = wait.request
+        (value,) = self.memory.read([request.key])
+        if value:
+            self.end_wait(wait, value, at)
+            return
+        self.waits.setdefault(request.key, []).append(wait)
+        if request.seconds is not None and request.seconds < NEVER:
+            self.simulation.schedule(
+                at + request.seconds, lambda end: self.end_wait(wait, None, end)
+            )
+
+    def end_wait(self, wait: KeyWait, answer: bytes | None, at: float) -> None:
+        """Answer a wait, unless that was done before."""
+        if not wait.is_over:
+            wait.is_over = True
+            if answer is None:
+                self.waits[wait.request.key].remove(wait)
+            self.answer(wait.task, answer, at)
+
+    def fail_waits(self, at: float) -> bool:
+        """Raise an error in the tasks that wait for keys, when no task can continue.
+
+        Returns:
+            Whether there was such a task. There is none if no rank has ended with an error.
+        """
+        errors = [each for each in self.simulation.errors if each is not None]
+        waits = [
+            each
+            for waits in self.waits.values()
+            for each in waits
+            if errors and each.request.seconds is None and not each.task.is_done
+        ]
+        self.waits = {} if waits else self.waits
+        for wait in waits:
+            wait.task.error = WorkerLost(
+                f"rank {wait.task.rank} waited for {wait.request.describe()}, which no rank has "
+                f"set: {errors[0]}"
+            )
+            self.end_wait(wait, b"", at)
+        return bool(waits)
 
 
 class Simulation:
@@ -326,7 +479,6 @@ class Simulation:
     Args:
         algorithms: the algorithm of each rank.
         network: the links.
-        choices: selects the algorithms of collectives.
         faults, store_s: see `lockstep`.
     """
 
@@ -334,18 +486,17 @@ class Simulation:
         self,
         algorithms: Sequence[Algorithm[Any]],
         network: SimulatedNetwork,
-        choices: Choices,
         faults: Mapping[int, Sequence[Fault]],
         store_s: float = 0.0,
     ) -> None:
         self.world_size = len(algorithms)
-        self.network, self.choices = network, choices
+        self.network = network
         for rank in faults:
-            if rank not in range(self.world_size):
-                raise ValueError(
-                    f"faults has rank {rank!r}, but there are {self.world_size} ranks\n\n"
-                    f"hint: give ranks from 0 to {self.world_size - 1}"
-                )
+            require(
+                rank in range(self.world_size),
+                f"faults has rank {rank!r}, but there are {self.world_size} ranks",
+                f"give ranks from 0 to {self.world_size - 1}",
+            )
         self.machines = [Machine(faults.get(rank, ())) for rank in range(self.world_size)]
         self.has_faults = bool(faults)
         self.errors: list[WorkerLost | None] = [None] * self.world_size
@@ -375,9 +526,7 @@ class Simulation:
             First: self.wait_for_first,
             Abandon: self.abandon,
         }
-        self.shared: SharedNetwork | None = None
-        if network.is_shared:
-            self.shared = SharedNetwork(network, self.schedule, self.end_send, self.set_arrival)
+        network.connect(self.schedule, self.end_send, self.set_arrival)
         self.store = SimulatedStore(self, store_s)
         self.handlers |= self.store.handlers
         self.main_tasks = [
@@ -586,10 +735,8 @@ class Simulation:
 
     def begin_collective(self, task: Task, request: Any) -> bool:
         """Continue with the messages of a collective."""
-        check_kind(request, EXCHANGE, "an algorithm yields")
-        task.kind, task.sequence = request.name, ""
-        if isinstance(request, Subgroup):
-            task.sequence = request.sequence(task.channel or "")
+        check_kind(request, Collective, "an algorithm yields")
+        task.kind = request.name
         self.ledgers[task.rank].count(task.kind)
         algorithm = self.execute(task.rank, task.caller, task.channel, request)
         task.stack.append(task.algorithm)
@@ -600,15 +747,10 @@ class Simulation:
 
     def execute(self, rank: int, caller: str, channel: str | None, request: Any) -> Algorithm[Any]:
         """Check a collective, which has a channel if it is started; return its algorithm."""
-        choices = self.choices if channel is None else self.choices.in_background
-        if isinstance(request, Subgroup):
-            request.check(rank, self.world_size)
-            self.logs.check_collective(rank, caller, channel, request, request.ranks)
-            return request.messages(choices.find(request.request, len(request.ranks)), rank)
         request.check(self.world_size)
-        self.logs.check_collective(rank, caller, channel, request, range(self.world_size))
-        name = choices.find(request, self.world_size)
-        return request.messages(name, rank, self.world_size)
+        self.logs.check_collective(rank, caller, channel, request)
+        is_builtin = request.is_builtin(is_started=channel is not None)
+        return request.messages(rank, self.world_size, is_builtin=is_builtin)
 
     def execute_later(self, rank: int, caller: str, channel: str, request: Any) -> Algorithm[Any]:
         """See `execute`; checks the collective when the algorithm runs."""
@@ -620,7 +762,7 @@ class Simulation:
         if isinstance(request, Generator):
             kind, algorithm = "", request
         else:
-            assert isinstance(request, Collective | Subgroup), "only exchanges can be started"
+            assert isinstance(request, Collective), "only exchanges can be started"
             kind = request.name
             algorithm = self.execute_later(task.rank, task.caller, channel, request)
             self.ledgers[task.rank].count(kind)
@@ -628,8 +770,6 @@ class Simulation:
             algorithm = run_after(before, algorithm)
         started = self.add_task(task.rank, channel, algorithm, task.now)
         started.kind, started.caller = kind, task.caller
-        if isinstance(request, Subgroup):
-            started.sequence = request.sequence(channel)
         self.last_in_channel[task.rank, channel] = started
         return started
 
@@ -638,7 +778,7 @@ class Simulation:
     def start_send(self, task: Task, request: Send, channel: str | None) -> SentMessage:
         """Send a message: occupy the links, and match it with a receive."""
         sender, receiver = task.rank, request.peer
-        sequence = task.sequence if task.kind else self.logs.check_message(task, request, channel)
+        sequence = "" if task.kind else self.logs.check_message(task, request, channel)
         values = request.values
         num_bytes = values.nbytes
         copy = None if isinstance(values, SizeOnly) else as_bytes(values).clone()
@@ -652,10 +792,9 @@ class Simulation:
             self.match(message, mailbox.receives.popleft(), task.now)
         elif request.tag is None or not self.any_receives.match(task, message, channel):
             mailbox.messages.append(message)
-        if self.shared:
-            self.shared.open(message, (sender, receiver, channel), task.now)
-        elif sent_at > self.machines[sender].crashes_at:
-            pass  # it has not left the rank when it crashes
+        self.network.open(message, task.now)
+        if sent_at == NEVER or sent_at > self.machines[sender].crashes_at:
+            pass  # it has not left the rank yet, or when it crashes
         elif self.network.has_receiver_limit:
             self.schedule(first, lambda at: self.arrive(message, receiver, at, last))
         else:
@@ -679,9 +818,7 @@ class Simulation:
         """Start a receive, and match it with a message."""
         if isinstance(request, ReceiveAny):
             return self.any_receives.start(task, request)
-        sequence = (
-            task.sequence if task.kind else self.logs.check_message(task, request, task.channel)
-        )
+        sequence = "" if task.kind else self.logs.check_message(task, request, task.channel)
         receive = StartedReceive(request)
         mailbox = self.mailboxes[request.peer, task.rank, task.channel, sequence]
         if mailbox.messages:
@@ -693,8 +830,7 @@ class Simulation:
     def match_sent(self, message: SentMessage, receive: StartedReceive, now: float) -> None:
         """Connect a message that was sent before with its receive, which has just started."""
         self.match(message, receive, now)
-        if self.shared:
-            self.shared.start(message, now, is_late=True)
+        self.network.match(message, now)
 
     def match(self, message: SentMessage, receive: StartedReceive, now: float) -> None:
         """Connect a message with its receive, when the later one of the two starts."""
@@ -745,8 +881,15 @@ def only_in_background(algorithm: Algorithm[Any]) -> Algorithm[Any]:
             request = algorithm.send(answer) if lost is None else algorithm.throw(lost)
         except StopIteration as stop:
             return stop.value
-        check_kind(request, EXCHANGE | Scratch | Compute, "a started algorithm yields")
+        check_kind(request, Collective | Scratch | Compute, "a started algorithm yields")
         try:
             answer, lost = (yield request), None
         except WorkerLost as error:
             lost = error
+
+
+def run_after(before: Task, algorithm: Algorithm[Any]) -> Algorithm[Any]:
+    """Run an algorithm after the previous request of its channel, even if that failed."""
+    with suppress(WorkerLost):
+        yield Wait(before)
+    return (yield from algorithm)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gcnzc.exchange import Group
-from gcnzc.exchange.default_group import count_shared_ranks
+from gcnzc.exchange.group import count_shared_ranks
 
 
 def keep_gradients_local(state: object, bucket) -> torch.futures.Future[Tensor]:  # type: ignore[no-untyped-def]

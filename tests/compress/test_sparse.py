@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from collective_sizes import lockstep_by
 from compress.cases import (
     SPARSE,
     are_same,
@@ -24,7 +25,6 @@ from gcnzc.compress.value_formats import (
     encode_values,
     value_bytes,
 )
-from gcnzc.exchange import Choices, lockstep
 
 LAYERS = (300, 1, 0, 699)
 
@@ -108,7 +108,8 @@ def test_bytes_of_one_all_reduce_match_the_formula(name):
         count = 1000
         sent = max(1, int(way.density * count)) + 1 + extras
         extras += -sent % world_size
-        outcome = lockstep(
+        outcome = lockstep_by(
+            "builtin",
             [
                 each.mean(vector, extras)
                 for each, vector in zip(
@@ -117,7 +118,6 @@ def test_bytes_of_one_all_reduce_match_the_formula(name):
                     strict=True,
                 )
             ],
-            choices=Choices.always(Sum="ring"),
         )
         for ledger in outcome.ledgers:
             assert ledger.bytes_sent == way.bytes_sent(count, world_size, extras)

@@ -6,6 +6,7 @@ import signal
 import time
 
 import torch
+from collective_sizes import executed_by
 from limits import NEVER_S
 from processes import shorten_waits
 
@@ -14,7 +15,6 @@ from gcnzc.exchange import (
     AllGatherScalar,
     AllToAll,
     Broadcast,
-    Choices,
     Mean,
     Receive,
     ReduceScatter,
@@ -24,10 +24,9 @@ from gcnzc.exchange import (
     Start,
     Sum,
     Wait,
+    init,
     init_group,
-    rendezvous,
     run,
-    start,
 )
 
 
@@ -82,9 +81,9 @@ def ask(request):
     return (yield request)
 
 
-def answer_everything(names):
+def answer_everything(way):
     """Run `everything` twice in a process; return answers, ledger and numbers of buffers."""
-    with init_group(choices=Choices.always(**names), timeout_s=60) as group:
+    with executed_by(way), init_group(timeout_s=60) as group:
         found = run(everything(group.rank, group.world_size), group)
         made = group.num_staging_buffers
         run(everything(group.rank, group.world_size), group)
@@ -114,12 +113,12 @@ def stop_while_joining():
     """Connect, but stop rank 1 after it has registered."""
     shorten_waits()
     if os.environ["RANK"] == "1":
-        join = rendezvous.join_workers
+        join = init.join_workers
 
         def join_and_stop(*arguments):
             join(*arguments)
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        start.join_workers = join_and_stop
+        init.join_workers = join_and_stop
     with init_group(timeout_s=5):
         pass

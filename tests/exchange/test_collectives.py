@@ -1,12 +1,12 @@
 import pytest
 import torch
+from collective_sizes import WAYS, lockstep_by
 
 from gcnzc.exchange import (
     AllGather,
     AllGatherScalar,
     AllToAll,
     Broadcast,
-    Choices,
     Compute,
     Link,
     Mean,
@@ -17,9 +17,9 @@ from gcnzc.exchange import (
     Start,
     Sum,
     Wait,
+    among,
     lockstep,
 )
-from gcnzc.exchange.algorithms import ALGORITHMS
 
 WORLDS = [1, 2, 3, 5, 8]
 
@@ -28,31 +28,24 @@ def ask(request):
     return (yield request)
 
 
-def run_all(world_size, make, **options):
-    return lockstep([ask(make(rank)) for rank in range(world_size)], **options)
+def run_all(world_size, make, way=None, **options):
+    algorithms = [ask(make(rank)) for rank in range(world_size)]
+    return lockstep_by(way, algorithms, **options) if way else lockstep(algorithms, **options)
 
 
-def always(kind, name):
-    return Choices.always(**{kind: name})
-
-
-@pytest.mark.parametrize("name", ALGORITHMS["Sum"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("elements", [0, 1, 7, 48])
-def test_sums_are_correct_and_equal_on_all_ranks(name, world_size, elements):
+def test_sums_are_correct_and_equal_on_all_ranks(way, world_size, elements):
     values = torch.randn(world_size, elements)
     exact = values.double().sum(0)
-    found = run_all(
-        world_size, lambda rank: Sum(values[rank].clone()), choices=always("Sum", name)
-    ).results
+    found = run_all(world_size, lambda rank: Sum(values[rank].clone()), way).results
     for each in found:
         assert torch.equal(each, found[0])
     torch.testing.assert_close(found[0].double(), exact, rtol=1e-5, atol=1e-5)
     # sums of integers are exact in any order
     whole = torch.arange(elements).repeat(world_size, 1) + torch.arange(world_size)[:, None]
-    found = run_all(
-        world_size, lambda rank: Sum(whole[rank].clone()), choices=always("Sum", name)
-    ).results
+    found = run_all(world_size, lambda rank: Sum(whole[rank].clone()), way).results
     assert all(torch.equal(each, whole.sum(0)) for each in found)
 
 
@@ -88,31 +81,24 @@ def same(one, other):
 @pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_all_gathers_broadcasts_and_send_receives_are_exact(dtype, world_size):
     mine = [random_values(rank, (13,), dtype) for rank in range(world_size)]
-    for name in ALGORITHMS["AllGather"]:
-        choices = always("AllGather", name)
-        for each in run_all(world_size, lambda r: AllGather(mine[r]), choices=choices).results:
+    for way in WAYS:
+        for each in run_all(world_size, lambda r: AllGather(mine[r]), way).results:
             assert same(each, torch.stack(mine))
-    for name in ALGORITHMS["Broadcast"]:
-        for root in range(world_size):
-            choices = always("Broadcast", name)
-            given = [each.clone() for each in mine]
-            requests = [Broadcast(each, root) for each in given]
-            found = run_all(world_size, requests.__getitem__, choices=choices)
-            for rank, each in enumerate(found.results):
-                assert each is given[rank]
-                assert same(each, mine[root])
+    for root in range(world_size):
+        given = [each.clone() for each in mine]
+        requests = [Broadcast(each, root) for each in given]
+        for rank, each in enumerate(run_all(world_size, requests.__getitem__).results):
+            assert each is given[rank]
+            assert same(each, mine[root])
     for each in run_all(world_size, lambda r: SendReceive(mine[r], world_size - 1 - r)).results:
         assert each.dtype == dtype
     received = run_all(world_size, lambda r: SendReceive(mine[r], world_size - 1 - r)).results
     assert all(same(each, mine[world_size - 1 - rank]) for rank, each in enumerate(received))
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 5, 1000])
-def test_a_chain_broadcasts_in_pieces(piece_bytes):
+def test_a_broadcast_writes_to_tensors_that_are_not_contiguous():
     values = [torch.zeros(4, 6)[:, ::2] if rank else torch.rand(4, 6)[:, ::2] for rank in range(5)]
-    choices = Choices.always(Broadcast=f"chain:{piece_bytes}")
-    found = run_all(5, lambda rank: Broadcast(values[rank]), choices=choices).results
-    # also to tensors that are not contiguous
+    found = run_all(5, lambda rank: Broadcast(values[rank])).results
     assert all(torch.equal(each, values[0]) for each in found)
     assert values[3].any()
 
@@ -178,39 +164,49 @@ REQUESTS = {
 @pytest.mark.parametrize("title", REQUESTS)
 def test_the_ledger_counts_the_bytes_of_the_formula(title, world_size):
     kind = title.split(",")[0]
-    for name in ALGORITHMS["Sum" if kind == "Mean" else kind]:
-        if name == "halving" and world_size == 6:
-            continue
-        choices = always("Sum" if kind == "Mean" else kind, name)
-        found = run_all(world_size, lambda r: REQUESTS[title](r, world_size), choices=choices)
-        for rank, ledger in enumerate(found.ledgers):
-            request = REQUESTS[title](rank, world_size)
-            assert ledger.bytes_sent == request.sent_bytes(name, rank, world_size)
-            assert ledger.entries[kind].requests == 1
+    found = run_all(world_size, lambda r: REQUESTS[title](r, world_size), "builtin")
+    for rank, ledger in enumerate(found.ledgers):
+        request = REQUESTS[title](rank, world_size)
+        assert ledger.bytes_sent == request.sent_bytes(rank, world_size)
+        assert ledger.entries[kind].requests == 1
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_fixed_sizes_select_messages_or_the_collective_of_the_process_group(started):
+    def is_builtin(request):
+        return request.is_builtin(is_started=started)
+
+    largest = 16 << 10 if started else 32 << 10
+    for kind in (Sum, Mean):
+        assert not is_builtin(kind(torch.zeros(largest // 4)))
+        assert is_builtin(kind(torch.zeros(largest // 4 + 1)))
+    gathers = [is_builtin(AllGather(torch.zeros(size))) for size in (1, 2 << 10, (2 << 10) + 1)]
+    assert gathers == ([True] * 3 if started else [False, False, True])
+    assert is_builtin(Broadcast(torch.zeros(1)))
+    assert is_builtin(AllToAll([torch.zeros(1)])) == started
+    assert not is_builtin(ReduceScatter(torch.zeros(1 << 20)))
+    assert not is_builtin(SendReceive(torch.zeros(1 << 20), 0))
 
 
 LINK = Link(bytes_per_s=1e6, delay_s=0.01)
 
 
-def seconds(request, world_size, choices):
-    return max(run_all(world_size, request, link=LINK, choices=choices).seconds)
+def seconds(request, world_size, way):
+    return max(run_all(world_size, request, way, link=LINK).seconds)
 
 
 def test_the_clock_agrees_with_the_formulas():
     size = 80_000
     alpha, transfer = LINK.delay_s, size / LINK.bytes_per_s
     whole = lambda rank: Sum(torch.zeros(size // 4))  # noqa: E731
-    assert seconds(whole, 8, always("Sum", "doubling")) == pytest.approx(3 * (alpha + transfer))
-    assert seconds(whole, 8, always("Sum", "halving")) == pytest.approx(
-        6 * alpha + 2 * 7 / 8 * transfer
-    )
-    assert seconds(whole, 8, always("Sum", "ring")) == pytest.approx(
-        14 * alpha + 2 * 7 / 8 * transfer
-    )
-    choices = Choices.always(Broadcast="chain:1000")
-    sent = seconds(lambda rank: Broadcast(torch.zeros(size // 4)), 8, choices)
-    assert sent == pytest.approx((80 + 8 - 2) * 0.001 + 7 * alpha)
-    scalars = seconds(lambda rank: AllGatherScalar(rank), 8, None)
+    assert seconds(whole, 8, "messages") == pytest.approx(3 * (alpha + transfer))
+    assert seconds(whole, 8, "builtin") == pytest.approx(14 * alpha + 2 * 7 / 8 * transfer)
+    sent = seconds(lambda rank: Broadcast(torch.zeros(size // 4)), 8, "builtin")
+    assert sent == pytest.approx(3 * (alpha + transfer))
+    rows = lambda rank: AllGather(torch.zeros(size // 4))  # noqa: E731
+    assert seconds(rows, 8, "messages") == pytest.approx(3 * alpha + 7 * transfer)
+    assert seconds(rows, 8, "builtin") == pytest.approx(7 * (alpha + transfer))
+    scalars = seconds(lambda rank: AllGatherScalar(rank), 8, "messages")
     assert scalars == pytest.approx(3 * alpha + 7 * 8 / LINK.bytes_per_s)
 
 
@@ -266,22 +262,6 @@ def test_changing_a_tensor_while_it_is_sent_is_an_error():
         lockstep([careless(rank) for rank in range(2)])
 
 
-@pytest.mark.parametrize(
-    ("steps", "hint"),
-    [
-        ({"Broadcast": ((None, "chain:0"),)}, "use one of binomial, chain, builtin"),
-        ({"Broadcast": ((None, "doubling"),)}, "use one of binomial, chain, builtin"),
-        ({"Sum": ()}, "sort the steps by size, and end with None"),
-        ({"Sum": ((8, "ring"),)}, "sort the steps by size, and end with None"),
-        ({"Sum": ((9, "ring"), (8, "ring"), (None, "ring"))}, "sort the steps by size"),
-        ({"AllToAll": ((8, "direct"), (None, "builtin"))}, "use one algorithm for all sizes"),
-    ],
-)
-def test_choices_of_algorithms_that_do_not_exist_are_rejected(steps, hint):
-    with pytest.raises(ValueError, match=f"hint: {hint}"):
-        Choices(steps)
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float64])
 @pytest.mark.parametrize("counts", [None, [2, 2]])
 def test_answers_of_an_all_to_all_do_not_share_memory_with_its_parts(dtype, counts):
@@ -292,5 +272,35 @@ def test_answers_of_an_all_to_all_do_not_share_memory_with_its_parts(dtype, coun
             part.fill_(9)
         return [each.tolist() for each in found]
 
-    outcome = lockstep([exchange(rank) for rank in range(2)], choices=always("AllToAll", "direct"))
+    outcome = lockstep([exchange(rank) for rank in range(2)])
     assert outcome.results == [[[0, 0], [2, 2]], [[1, 1], [3, 3]]]
+
+
+# two disjoint sets of 5 ranks, one of them not in ascending order
+SETS = ([4, 1], [0, 2, 3])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("title", REQUESTS)
+def test_disjoint_sets_of_ranks_compute_what_groups_of_their_size_do(title, way):
+    make = REQUESTS[title]
+
+    def work(rank):
+        ranks = next(each for each in SETS if rank in each)
+        request = make(ranks.index(rank), len(ranks))
+        return to_lists((yield from among(ranks, rank, request)))
+
+    together = lockstep_by(way, [work(rank) for rank in range(5)], LINK)
+    for ranks in SETS:
+        requests = [make(position, len(ranks)) for position in range(len(ranks))]
+        alone = run_all(len(ranks), requests.__getitem__, way, link=LINK)
+        for position, rank in enumerate(ranks):
+            assert together.results[rank] == to_lists(alone.results[position])
+            assert together.ledgers[rank].bytes_sent == alone.ledgers[position].bytes_sent
+            assert together.seconds[rank] == pytest.approx(alone.seconds[position])
+
+
+def to_lists(answer):
+    if isinstance(answer, torch.Tensor):
+        return answer.tolist()
+    return [to_lists(each) for each in answer] if isinstance(answer, list) else answer

@@ -26,8 +26,8 @@ from gcnzc.exchange import (
     Receive,
     Send,
     Start,
-    Subgroup,
     WorkerLost,
+    among,
     heartbeat,
     init_group,
     run,
@@ -38,7 +38,6 @@ from gcnzc.exchange.heartbeat import (
     StoreHost,
     describe_stopped_ranks,
 )
-from gcnzc.exchange.messenger import Messenger
 
 # a name that never resolves (RFC 6761)
 NOWHERE = ("machine0.invalid", 29400)
@@ -251,8 +250,8 @@ def test_an_error_names_the_step_if_it_is_known(num_steps, message, monkeypatch)
 
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
     world = SimpleNamespace(send=fail, recv=fail)
-    monkeypatch.setattr(Messenger, "process_group", world)
     group = Group(0, 2, "gloo", HashStore())
+    group.channel("").process_group = world
     if num_steps is not None:
         group.count_step(num_steps)
     with pytest.raises(WorkerLost, match=message):
@@ -313,8 +312,8 @@ def leave_early(how):
                 raise ValueError("own error\nof two lines")
             if group.rank == 1:
                 # rank 0 ends after rank 1, which is a follow-up
-                run(ask(Subgroup([1, 2], Mean(torch.ones(1)))), group)
-            run(ask(Subgroup([0, 1], Mean(torch.ones(1)))), group)
+                run(among([1, 2], 1, Mean(torch.ones(1))), group)
+            run(among([0, 1], group.rank, Mean(torch.ones(1))), group)
     except (WorkerLost, ValueError) as error:
         text = str(error)
     return text

@@ -5,11 +5,11 @@ import tracemalloc
 
 import pytest
 import torch
+from collective_sizes import WAYS, lockstep_by
 from slow_cases import seeds
 
 from gcnzc.exchange import (
     AllGatherScalar,
-    Choices,
     Compute,
     Crash,
     Link,
@@ -26,7 +26,6 @@ from gcnzc.exchange import (
     WorkerLost,
     lockstep,
 )
-from gcnzc.exchange.algorithms import ALGORITHMS
 
 LINK = Link(bytes_per_s=1e6, delay_s=0.001, message_s=1e-4)
 
@@ -161,7 +160,7 @@ def test_memory_is_proportional_to_the_messages_in_flight():
 
     rounds = 1200
     tracemalloc.start()
-    lockstep([work(rounds) for _ in range(4)], LINK, choices=Choices.always(Sum="ring"))
+    lockstep_by("builtin", [work(rounds) for _ in range(4)], LINK)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     # the requests of each message alone have 200 bytes
@@ -185,7 +184,7 @@ def random_run(seed):
             factor = draw.choice([2.0, float("inf")])
             faults[rank] = [SlowDown(draw.uniform(0, 1), factor, draw.uniform(0.01, 1))]
     steps = [(draw.randrange(3), draw.randint(1, 3000)) for _ in range(10)]
-    name = draw.choice(ALGORITHMS["Sum"])
+    way = draw.choice(WAYS)
     paces = [[draw.uniform(0, 0.2) for _ in steps] for _ in range(world_size)]
     done = [0] * world_size
 
@@ -209,10 +208,8 @@ def random_run(seed):
             torch.testing.assert_close(found, expected)
             done[rank] += 1
 
-    outcome = lockstep(
-        [work(rank) for rank in range(world_size)], links, choices=Choices.always(Sum=name),
-        faults=faults,
-    )  # fmt: skip
+    ranks = [work(rank) for rank in range(world_size)]
+    outcome = lockstep_by(way, ranks, links, faults=faults)
     crashed = {rank for rank, each in faults.items() if isinstance(each[0], Crash)}
     for rank, error in enumerate(outcome.errors):
         if error is None:
@@ -245,11 +242,9 @@ NAN, INFINITE = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Link.tcp(-1), "a link of -1 Mbit/s"),
         (lambda: Link("1e6"), "a link with bytes_per_s='1e6'"),
         (lambda: Link(1e6, INFINITE), "a link with delay_s=inf"),
         (lambda: Link(1e6, 0, NAN), "a link with message_s=nan"),
-        (lambda: Link(is_shared=True, buffer_bytes=-1), "a link with buffer_bytes=-1"),
         (lambda: Crash(NAN), "a Crash at nan s"),
         (lambda: SlowDown(0, 2, -1), "a slow-down for -1 s"),
         (lambda: SlowDown(0, "2"), "a slow-down by '2'"),

@@ -10,16 +10,14 @@ from stopped import wait_for_state
 from torch.distributed import HashStore
 from virtual_time import VirtualTime
 
-from gcnzc.exchange import local_processes, rendezvous
-from gcnzc.exchange.local_processes import LocalProcesses
-from gcnzc.exchange.rendezvous import join_workers
+from gcnzc.exchange import rendezvous
+from gcnzc.exchange.rendezvous import LocalProcesses, join_workers
 
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
     clock = VirtualTime()
-    for module in (rendezvous, local_processes):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(rendezvous, "time", clock)
     return clock
 
 

@@ -21,7 +21,6 @@ from gcnzc.exchange import (
     Send,
     SendReceive,
     Start,
-    Subgroup,
     Sum,
     Wait,
     WaitForKey,
@@ -64,9 +63,6 @@ WRONG = {
     "itself": (lambda: start(Send(ones(), 0)), "Send of .* bytes.*with rank 0 on rank 0 of 2"),
     "on a channel": (lambda: start(Receive(ones(), 2), "mail"), "with rank 2 on rank 0 of 2"),
     "a tag": (lambda: ask(Receive(ones(), 1, "a")), ""),
-    "others": (lambda: ask(Subgroup([1, 2], Sum(ones()))), "in ranks 1, 2"),
-    "twice": (lambda: ask(Subgroup([0, 1, 1], Sum(ones()))), "in ranks 0, 1, 1"),
-    "a root of some": (lambda: ask(Subgroup([0, 1], Broadcast(ones(), 2))), "from rank 2 of 2"),
     # keys of the store
     "empty": (lambda: ask(CompareAndSet("a", b"1", b"")), "CompareAndSet of the key a to an empty"),
     "large value": (lambda: ask(CompareAndSet("a", b"", bytes(BIG + 1))), "value of 4,194,305 byt"),
@@ -101,9 +97,6 @@ NO_REQUESTS = {
     "a sent array": lambda: start(Send(np.ones(3), 1), "mail"),
     "parts": lambda: ask(AllToAll([[1.0], [2.0]])),
     "no parts": lambda: start(AllToAll(5)),
-    "one rank": lambda: ask(Subgroup(3, Sum(ones()))),
-    "no collective": lambda: ask(Subgroup([0], Now())),
-    "nested": lambda: ask(Subgroup([0, 1], Subgroup([0, 1], Sum(ones())))),
 }
 # also refused by a process that has no other rank
 ALONE = ("a parameter", "bytearray", "a long key", "negative")

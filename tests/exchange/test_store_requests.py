@@ -26,7 +26,7 @@ from gcnzc.exchange import (
     run,
 )
 from gcnzc.exchange.ledger import Entry
-from gcnzc.exchange.store_requests import MAX_KEY_BYTES
+from gcnzc.exchange.requests import MAX_KEY_BYTES
 
 STORE_S = 0.01
 

@@ -7,11 +7,11 @@ from limits import HANG_S
 
 from gcnzc.exchange import AllGatherScalar
 from gcnzc.exchange.agreement import CurrentWait, Need, RequestLog, StallMonitor
-from gcnzc.exchange.store_thread import StoreThread
+from gcnzc.exchange.store import StoreThread
 
 REQUEST = """
 import threading, time
-from gcnzc.exchange.store_thread import StoreThread
+from gcnzc.exchange.store import StoreThread
 
 stopped = threading.Event()
 

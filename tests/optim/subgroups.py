@@ -1,21 +1,19 @@
 """Four processes whose even and odd ranks are groups of their own."""
 
 import torch
+from collective_sizes import executed_by
 from exchange.cases import everything
 from optim.local import adamw, taught, vector_of
 from optim.models import Everything
 from optim.replicas import values_of
 from torch import distributed
 
-from gcnzc.exchange import Choices, current_group, init_group, run
-from gcnzc.exchange.algorithms import ALGORITHMS
-from gcnzc.exchange.requests import BUILTIN
+from gcnzc.exchange import current_group, init_group, run
 from gcnzc.optim import OneBitAdam, StreamingDiLoCo
 from gcnzc.train.shared_data import first_workers, share_result
 
 STEPS = 8
 EVEN, ODD = [0, 2], [1, 3]
-ALL_BUILTIN = {kind: BUILTIN for kind, names in ALGORITHMS.items() if BUILTIN in names}
 
 
 def model_of(members):
@@ -48,9 +46,8 @@ def train_in_subgroups():
         members = ODD if whole.rank % 2 else EVEN
         group = whole.subgroup(members)
         answers = [run(everything(group.rank, group.world_size), group)]
-        group.choices = Choices.always(**ALL_BUILTIN)
-        answers.append(run(everything(group.rank, group.world_size), group))
-        group.choices = Choices()
+        with executed_by("builtin"):
+            answers.append(run(everything(group.rank, group.world_size), group))
         model = model_of(members)
         run(taught(model, one_bit(model, group), STEPS), group)
         values = [values_of(model)]

@@ -1,10 +1,10 @@
 import pytest
 import torch
+from collective_sizes import WAYS, lockstep_by
 from optim.models import Everything, batches, loss_of, train_on_shares
 from torch import nn
 
-from gcnzc.exchange import Choices, Group, Link, lockstep
-from gcnzc.exchange.algorithms import ALGORITHMS
+from gcnzc.exchange import Group, Link, lockstep
 from gcnzc.exchange.sync import all_gather_text, broadcast_bytes, check_same
 from gcnzc.optim import Averaged
 
@@ -158,16 +158,16 @@ def test_the_number_of_messages_does_not_grow_with_the_parameters():
         assert found.ledgers[0].entries["Mean"].requests == 1
 
 
-@pytest.mark.parametrize("name", ALGORITHMS["Sum"])
-def test_replicas_are_bitwise_equal_with_every_algorithm(name):
+@pytest.mark.parametrize("way", WAYS)
+def test_replicas_are_bitwise_equal_with_every_algorithm(way):
     models = [Everything() for _ in range(5)]
-    lockstep(
+    lockstep_by(
+        way,
         [
             train_on_shares(model, INNER["adam"](model.parameters()), rank, 5, 5)
             for rank, model in enumerate(models)
         ],
         Link(bytes_per_s=1e6, delay_s=0.001),
-        choices=Choices.always(Sum=name),
     )
     for model in models:
         assert all(map(torch.equal, model.parameters(), models[0].parameters()))

@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 import torch
+from collective_sizes import lockstep_by
 from optim.local import (
     adamw,
     all_equal,
@@ -17,7 +18,7 @@ from optim.local import (
 from optim.models import Everything, batches, loss_of
 
 from gcnzc.compress import Dense
-from gcnzc.exchange import Choices, Group, lockstep
+from gcnzc.exchange import Group, lockstep
 from gcnzc.optim.local.diloco import DiLoCo
 from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo
 from gcnzc.optim.strategy.outer_step import OuterSGD
@@ -103,9 +104,9 @@ def test_sharding_changes_only_the_memory():
 def test_bytes_and_requests_are_as_stated(options, world_size):
     models, optimizers = team(world_size, every(4, **options, signals=1), dtype=torch.float32)
     lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
-    found = lockstep(
+    found = lockstep_by(
+        "builtin",
         [taught(*pair, 9) for pair in zip(models, optimizers, strict=True)],
-        choices=Choices.always(Sum="ring"),
     )
     for ledger, optimizer in zip(found.ledgers, optimizers, strict=True):
         assert ledger.requests == 2 * (2 if "sharded" in options else 1)

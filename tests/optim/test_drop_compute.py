@@ -4,12 +4,13 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from collective_sizes import lockstep_by
 from optim.local import all_equal, saved, vector_of
 from optim.models import ROWS, Everything, loss_of
 from torch import nn
 
 from gcnzc.compress import Dense, Sign
-from gcnzc.exchange import Choices, Group, lockstep
+from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import Averaged, DropCompute, resize_state
 from gcnzc.optim.synchronous.compute_clock import ComputeClock, SimulatedClock, SimulatedEvent
 from gcnzc.optim.synchronous.compute_deadline import TOLERANCE
@@ -513,9 +514,7 @@ def test_two_numbers_are_sent_with_the_gradients(compress):
     lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     train(models, optimizers, range(1))
     pairs = zip(models, optimizers, strict=True)
-    found = lockstep(
-        [taught(*pair, range(1, 6)) for pair in pairs], choices=Choices.always(Sum="ring")
-    )
+    found = lockstep_by("builtin", [taught(*pair, range(1, 6)) for pair in pairs])
     layout = optimizers[0].gradients.layouts[0]
     # a flag for each parameter, the hash bit, the signals, and the counts
     elements = layout.num_elements + len(layout.parameters) + 1 + 2 + 2

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from collective_sizes import lockstep_by
 from optim.local import (
     all_equal,
     sgd,
@@ -11,7 +12,7 @@ from optim.local import (
 from torch import nn
 
 from gcnzc.compress import Dense, Sign
-from gcnzc.exchange import Choices, Group, lockstep
+from gcnzc.exchange import Group, lockstep
 from gcnzc.optim.local.local_sgd import LocalSGD
 
 HALF = Dense(torch.float16)
@@ -38,9 +39,9 @@ def test_bytes_and_requests_are_as_stated(compress):
     models, optimizers = team(4, every(5, compress=compress, signals=2), dtype=torch.float32)
     lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     pairs = zip(models, optimizers, strict=True)
-    found = lockstep(
+    found = lockstep_by(
+        "builtin",
         [taught(model, optimizer, 15) for model, optimizer in pairs],
-        choices=Choices.always(Sum="ring"),
     )
     count = optimizers[0].flat_params.num_elements
     for ledger in found.ledgers:

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from collective_sizes import lockstep_by
 from optim.local import (
     adamw,
     all_equal,
@@ -15,7 +16,7 @@ from optim.models import Everything, batches, loss_of
 from torch import nn
 
 from gcnzc.compress import Dense
-from gcnzc.exchange import Choices, lockstep
+from gcnzc.exchange import lockstep
 from gcnzc.optim import Strategy, local_sgd, selsync
 
 # some steps of `batches` are above it and some below
@@ -140,9 +141,9 @@ def test_bytes_are_votes_and_means(world_size):
     found = []
     for step in range(8):
         before = optimizers[0].num_exchanges
-        outcome = lockstep(
+        outcome = lockstep_by(
+            "builtin",
             [_one_step(*pair, step) for pair in zip(models, optimizers, strict=True)],
-            choices=Choices.always(Sum="ring"),
         )
         is_due = optimizers[0].num_exchanges > before
         found.append(is_due)

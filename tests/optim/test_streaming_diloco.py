@@ -3,6 +3,7 @@ import pickle
 
 import pytest
 import torch
+from collective_sizes import lockstep_by
 from optim.local import (
     Handed,
     adamw,
@@ -19,7 +20,7 @@ from optim.models import Everything, batches, loss_of
 from torch import nn
 
 from gcnzc.compress import Dense, Sign
-from gcnzc.exchange import Choices, Compute, Group, Link, lockstep
+from gcnzc.exchange import Compute, Group, Link, lockstep
 from gcnzc.optim.local.diloco import DiLoCo
 from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo
 from gcnzc.optim.local.sync_interval import NUM_MEASURED, WARM_UP
@@ -136,9 +137,9 @@ def test_bytes_and_requests_are_as_stated(compress):
     models, optimizers = team(world_size, make, dtype=torch.float32)
     lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     # two windows of every fragment, the second's last offset and its delay
-    found = lockstep(
+    found = lockstep_by(
+        "builtin",
         [taught(*pair, 15) for pair in zip(models, optimizers, strict=True)],
-        choices=Choices.always(Sum="ring"),
     )
     optimizer = optimizers[0]
     means = [5, 10, 15, 7, 12, 8, 13]

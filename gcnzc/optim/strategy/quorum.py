@@ -27,16 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc.exchange import (
-    Algorithm,
-    Receive,
-    Scratch,
-    Send,
-    Start,
-    Sum,
-    Wait,
-)
-from gcnzc.exchange.algorithms import default_algorithm
+from gcnzc.exchange import Algorithm, Receive, Send, Start, Sum, Wait, among
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.checksums import sum_of_bits
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
@@ -320,22 +311,7 @@ def sum_of_members(values: Tensor, members: Sequence[int], rank: int) -> Algorit
         members: the ranks, in the same order on all of them.
         rank: this rank, one of them.
     """
-    size, request = len(members), Sum(values)
-    if size == 1:
+    if len(members) == 1:
         return values
-    name = default_algorithm(request.kind, request.num_bytes, size)
-    algorithm = request.messages(name, members.index(rank), size)
-    answer = None
-    while True:
-        try:
-            step = algorithm.send(answer)
-        except StopIteration as end:
-            total: Tensor = end.value
-            return total
-        if isinstance(step, Scratch):
-            answer = torch.empty_like(step.values)
-            continue
-        message = step.request if isinstance(step, Start) else step
-        if isinstance(message, Send | Receive):
-            message.peer = members[message.peer]
-        answer = yield step
+    total: Tensor = yield from among(members, rank, Sum(values))
+    return total

@@ -4,10 +4,11 @@ import random
 
 import pytest
 import torch
+from collective_sizes import WAYS, executed_by
 
+from bench.network.shared_links import SharedLinks, TcpLink, tcp_link
 from gcnzc.exchange import (
     AllToAll,
-    Choices,
     Compute,
     Link,
     Now,
@@ -21,7 +22,11 @@ from gcnzc.exchange import (
 )
 
 RATE = 1e6
-SHARED = Link(RATE, in_bytes_per_s=RATE, is_shared=True)
+SHARED = TcpLink(RATE, in_bytes_per_s=RATE)
+
+
+def simulate(ranks, link, links=None):
+    return lockstep(ranks, SharedLinks(len(ranks), link, links))
 
 
 def data(num_bytes):
@@ -55,13 +60,13 @@ def receive(peers, num_bytes, wait_s=0.0):
 
 def test_messages_of_a_sender_share_its_link():
     ranks = [send([1, 2], 1000), receive([0], 1000), receive([0], 1000)]
-    results = lockstep(ranks, SHARED).results
+    results = simulate(ranks, SHARED).results
     assert results == [pytest.approx([2e-3, 2e-3]), pytest.approx([2e-3]), pytest.approx([2e-3])]
 
 
 def test_messages_to_a_receiver_share_its_link():
     ranks = [receive([1, 2], 1000), send([0], 1000), send([0], 1000)]
-    results = lockstep(ranks, SHARED).results
+    results = simulate(ranks, SHARED).results
     assert results == [pytest.approx([2e-3, 2e-3]), pytest.approx([2e-3]), pytest.approx([2e-3])]
 
 
@@ -69,15 +74,15 @@ def test_a_slow_pair_leaves_its_share_to_others():
     """Max-min fair: 0.1 MB/s for the slow pair, and the other 0.9 MB/s for the fast one."""
     ranks = [send([1, 2], 900), receive([0], 900), receive([0], 900)]
     slow = {(0, 1): Link(RATE / 10, delay_s=0.5)}
-    results = lockstep(ranks, SHARED, slow).results
+    results = simulate(ranks, SHARED, slow).results
     assert results[2] == pytest.approx([1e-3])
     assert results[1] == pytest.approx([9e-3 + 0.5])
 
 
 def test_the_overhead_of_a_message_occupies_the_sender():
-    link = Link(RATE, message_s=0.01, is_shared=True)
+    link = TcpLink(RATE, message_s=0.01)
     ranks = [send([1, 2], 1000), receive([0], 1000), receive([0], 1000)]
-    results = lockstep(ranks, link).results
+    results = simulate(ranks, link).results
     assert results[1:] == [pytest.approx([0.011]), pytest.approx([0.021])]
 
 
@@ -97,26 +102,29 @@ def test_rates_never_exceed_a_link_and_all_bytes_arrive(world_size):
         counts = [sizes.get((peer, rank), 0) for peer in range(world_size)]
         return (yield AllToAll(parts, counts))
 
-    outcome = lockstep([exchange(rank) for rank in range(world_size)], SHARED)
+    outcome = simulate([exchange(rank) for rank in range(world_size)], SHARED)
     outgoing = [sum(n for (a, _), n in sizes.items() if a == r) for r in range(world_size)]
     incoming = [sum(n for (_, b), n in sizes.items() if b == r) for r in range(world_size)]
     assert max(outgoing + incoming) / RATE <= max(outcome.seconds) * (1 + 1e-9)
     assert max(outcome.seconds) <= sum(sizes.values()) / RATE * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", ["ring", "halving", "doubling"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
-def test_sums_over_shared_links_have_the_results_of_ideal_ones(name, world_size):
+def test_sums_over_shared_links_have_the_results_of_ideal_ones(way, world_size):
     def total(rank, make):
         return (yield Sum(make(rank)))
 
-    link = Link.tcp(100.0, delay_s=1e-3)
-    choices = Choices.always(Sum=name)
+    link = tcp_link(100.0, delay_s=1e-3)
     values = [torch.full((1003,), float(rank)) for rank in range(world_size)]
-    shared = lockstep([total(r, lambda r: values[r].clone()) for r in range(world_size)], link,
-                      choices=choices)  # fmt: skip
+    with executed_by(way):
+        shared = simulate([total(r, lambda r: values[r].clone()) for r in range(world_size)], link)
+        sizes = simulate([total(r, lambda r: SizeOnly(1003)) for r in range(world_size)], link)
     assert all(torch.equal(each, sum(values)) for each in shared.results)
-    sizes = lockstep([total(r, lambda r: SizeOnly(1003)) for r in range(world_size)], link,
-                     choices=choices)  # fmt: skip
     assert sizes.seconds == shared.seconds
     assert sizes.ledgers == shared.ledgers
+
+
+def test_links_are_checked():
+    with pytest.raises(ValueError, match="a link with buffer_bytes=-1"):
+        TcpLink(buffer_bytes=-1)

@@ -10,11 +10,26 @@ Notation: W ranks.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
-from gcnzc.exchange.simulated_network import SimulatedNetwork
-from gcnzc.exchange.simulated_tasks import NEVER, SentMessage
+from gcnzc.exchange import Link
+from gcnzc.exchange.simulated_network import NEVER, SentMessage, SimulatedNetwork
+
+# bytes of payload in a frame with an MTU of 1500 B, of the frame with its headers, and of an
+# acknowledgement, which is sent for two frames
+_PAYLOAD_BYTES, _FRAME_BYTES, _ACKNOWLEDGEMENT_BYTES = 1448, 1514, 66
+
+TCP_SHARE = _PAYLOAD_BYTES / (_FRAME_BYTES + _ACKNOWLEDGEMENT_BYTES / 2)
+"""the part of a link's rate that is payload, if both directions are busy"""
+
+SEND_BUFFER_BYTES = 2e6
+"""payload in the send buffer of a connection that has been used: Linux increases it to 4 MiB
+(`tcp_wmem`), of which about half is overhead"""
+
+MESSAGE_S = 100e-6
+"""seconds of a processor core to start a message; a round value, which was not measured"""
 
 Resource: TypeAlias = tuple[str, int, int]
 """an outgoing link, an incoming link or the link of a pair, and its ranks"""
@@ -26,6 +41,34 @@ Connection: TypeAlias = tuple[int, int, str | None]
 _TINY = 1e-6
 # relative difference of rates that are equal except for rounding
 _ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class TcpLink(Link):
+    """The link of a rank whose peers and channels have a TCP connection each, which share it."""
+
+    buffer_bytes: float = 0.0
+    """size of the send buffer of each connection; a send ends when the rest of the message fits in
+    it. 0: none"""
+
+    def __post_init__(self) -> None:
+        """Check the link; raises ValueError."""
+        Link.__post_init__(self)
+        if not self.buffer_bytes >= 0:
+            raise ValueError(f"a link with buffer_bytes={self.buffer_bytes!r}")
+
+
+def tcp_link(mbit_per_s: float, delay_s: float = 0.0) -> TcpLink:
+    """Return a link that behaves as TCP over Ethernet, in both directions.
+
+    docs/benchmarks/networks.md compares it with emulated networks.
+
+    Args:
+        mbit_per_s: rate of the Ethernet frames.
+        delay_s: latency from one rank to another.
+    """
+    rate = mbit_per_s * 1e6 / 8 * TCP_SHARE
+    return TcpLink(rate, delay_s, MESSAGE_S, rate, SEND_BUFFER_BYTES)
 
 
 class Transfer:
@@ -40,7 +83,7 @@ class Transfer:
 
     def __init__(self, message: SentMessage, resources: list[Resource]) -> None:
         self.message, self.resources = message, resources
-        self.connection: Connection = message.connection
+        self.connection: Connection = message.sender, message.peer, message.channel
         self.left = float(message.num_bytes)
         """bytes that have not left the sender at time `at`"""
         self.rate = self.at = 0.0
@@ -56,27 +99,25 @@ class Transfer:
         self.at = now
 
 
-class SharedNetwork:
-    """The messages that are being sent over links with `Link.is_shared`.
+class SharedLinks(SimulatedNetwork):
+    """TCP connections that share the links of their ranks, for one simulation.
 
     Args:
-        network: the links.
-        schedule: calls a function at a time.
-        send: called with a message when it is in the send buffer or has left.
-        arrive: called with a message and the time of its arrival.
+        world_size: W, the number of ranks.
+        link: the link of each rank, or a sequence of W links.
+        links: by (sender, receiver), links that limit their messages in addition.
     """
 
     def __init__(
         self,
-        network: SimulatedNetwork,
-        schedule: Callable[[float, Callable[[float], None]], None],
-        send: Callable[[SentMessage], None],
-        arrive: Callable[[SentMessage, float], None],
+        world_size: int,
+        link: TcpLink | Sequence[TcpLink],
+        links: Mapping[tuple[int, int], Link] | None = None,
     ) -> None:
-        self.network, self.schedule = network, schedule
-        self.send, self.arrive = send, arrive
+        super().__init__(world_size, link, links)
+        self.buffers = [getattr(each, "buffer_bytes", 0.0) for each in self.of_rank]
         # when a sender has started its last message
-        self.started_at = [0.0] * len(network.of_rank)
+        self.started_at = [0.0] * world_size
         self.connections: defaultdict[Connection, deque[Transfer]] = defaultdict(deque)
         # active messages, in the order of their starts
         self.active: defaultdict[Resource, dict[Transfer, None]] = defaultdict(dict)
@@ -85,11 +126,29 @@ class SharedNetwork:
         self.freed: dict[Resource, None] = {}
         self.shares_at = -1.0
 
-    def open(self, message: SentMessage, connection: Connection, now: float) -> None:
-        """Set the connection of a message, and start it if its receive has started."""
-        message.connection = connection
+    def connect(
+        self,
+        schedule: Callable[[float, Callable[[float], None]], None],
+        end_send: Callable[[SentMessage], None],
+        set_arrival: Callable[[SentMessage, float], None],
+    ) -> None:
+        """Prepare for a simulation; see `SimulatedNetwork`."""
+        self.schedule, self.end_send, self.set_arrival = schedule, end_send, set_arrival
+
+    def send(
+        self, sender: int, receiver: int, num_bytes: int, now: float
+    ) -> tuple[float, float, float]:
+        """Return infinite times: they are not known yet."""
+        return NEVER, NEVER, NEVER
+
+    def open(self, message: SentMessage, now: float) -> None:
+        """Start a message if its receive has started."""
         if message.matched_at < NEVER:
             self.start(message, now, is_late=False)
+
+    def match(self, message: SentMessage, now: float) -> None:
+        """Start a message whose receive has started after it."""
+        self.start(message, now, is_late=True)
 
     def start(self, message: SentMessage, now: float, *, is_late: bool) -> None:
         """Start a message whose send and receive have started.
@@ -99,8 +158,8 @@ class SharedNetwork:
             now: when the later of the two started.
             is_late: whether this is the receive, so that the sender has to be notified first.
         """
-        sender, receiver, _ = message.connection
-        link = self.network.of_rank[sender]
+        sender, receiver = message.sender, message.peer
+        link = self.of_rank[sender]
         if is_late:
             now += self._delay_s(receiver, sender)
         begin = max(now, self.started_at[sender]) + link.message_s
@@ -118,24 +177,24 @@ class SharedNetwork:
     def _resources(self, sender: int, receiver: int) -> list[Resource]:
         """Return the links with a limit from one rank to another."""
         found: list[Resource] = []
-        if self.network.of_rank[sender].bytes_per_s < NEVER:
+        if self.of_rank[sender].bytes_per_s < NEVER:
             found.append(("out", sender, sender))
-        if self.network.of_rank[receiver].in_bytes_per_s < NEVER:
+        if self.of_rank[receiver].in_bytes_per_s < NEVER:
             found.append(("in", receiver, receiver))
-        if (sender, receiver) in self.network.of_pair:
+        if (sender, receiver) in self.of_pair:
             found.append(("pair", sender, receiver))
         return found
 
     def _bytes_per_s(self, resource: Resource) -> float:
         kind, first, second = resource
         if kind == "pair":
-            return self.network.of_pair[first, second].bytes_per_s
-        link = self.network.of_rank[first]
+            return self.of_pair[first, second].bytes_per_s
+        link = self.of_rank[first]
         return link.bytes_per_s if kind == "out" else link.in_bytes_per_s
 
     def _delay_s(self, sender: int, receiver: int) -> float:
-        pair = self.network.of_pair.get((sender, receiver))
-        return self.network.of_rank[sender].delay_s + (pair.delay_s if pair else 0.0)
+        pair = self.of_pair.get((sender, receiver))
+        return self.of_rank[sender].delay_s + (pair.delay_s if pair else 0.0)
 
     def _enqueue(self, transfer: Transfer, now: float) -> None:
         """Add a message to its connection, and send it if no other precedes it."""
@@ -149,7 +208,7 @@ class SharedNetwork:
             self._activate(transfer, now)
 
     def _buffer_bytes(self, transfer: Transfer) -> float:
-        return self.network.of_rank[transfer.connection[0]].buffer_bytes
+        return self.buffers[transfer.connection[0]]
 
     def _activate(self, transfer: Transfer, now: float) -> None:
         transfer.at = now
@@ -257,9 +316,9 @@ class SharedNetwork:
             return
         sender, receiver, _ = transfer.connection
         self._remove(transfer, now)
-        self.arrive(transfer.message, now + self._delay_s(sender, receiver))
+        self.set_arrival(transfer.message, now + self._delay_s(sender, receiver))
 
     def _end_send(self, transfer: Transfer, now: float) -> None:
         transfer.is_sent = True
         transfer.message.sent_at = now
-        self.send(transfer.message)
+        self.end_send(transfer.message)

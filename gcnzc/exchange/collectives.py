@@ -1,0 +1,804 @@
+"""Collectives: the requests that all ranks make together, and their messages.
+
+A small request is executed by messages between two ranks, whose receives are all posted at the
+start; a larger one by the process group's own collective. The switch sizes are fixed: up to them
+the median gain over the process group's collective was above 1.5 in each recorded network of 8
+ranks, and no size was slower than 0.9 of it (`python -m bench.network.gains`). An `AllToAll` stays
+with messages at any size, since only their headers show that two ranks expect different sizes.
+
+The times for W ranks, M bytes, a latency of α seconds per message and an outgoing bandwidth of B
+bytes/s per rank (Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
+Operations in MPICH", 2005):
+
+    doubling_sum     log2 W (α + M/B), if W is a power of two
+    doubling_gather  ⌈log2 W⌉ α + (W - 1) M/B
+    ring_sum         2 (W - 1) α + 2 (W - 1)/W M/B
+    ring_gather      (W - 1) (α + M/B)
+    binomial         ⌈log2 W⌉ (α + M/B)
+
+The last three are gloo's algorithms, which stand for the process group in simulations and execute
+large collectives of some ranks (`among`). gloo sends a message only when its receiver has posted
+the receive, and the notification takes as long as a message; since all receives are posted at the
+start, or in a ring of many ranks those of the next turns, only the first round takes 2 α. A message
+cannot overwrite memory that is still read: the sender computed the message from the data that this
+rank sent from that memory.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from numbers import Integral, Real
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gcnzc.exchange.requests import (
+    Algorithm,
+    BaseRequest,
+    HeaderFields,
+    Receive,
+    Scratch,
+    Send,
+    Start,
+    Wait,
+    count_bytes,
+    describe_size,
+    require,
+)
+
+# size of the cache of each kind's header descriptions; a training run has few shapes
+DESCRIPTIONS_KEPT = 1024
+# turns of a ring whose receives are posted ahead
+LOOK_AHEAD = 16
+
+
+class Collective(BaseRequest, ABC):
+    """A request that all ranks make together.
+
+    A subclass has the checks of a collective and its messages. Headers and ledgers use the name of
+    the class.
+    """
+
+    __slots__ = ()
+
+    is_from_all: ClassVar[bool] = True
+    """whether the answer of each rank needs the requests of all ranks"""
+    small_bytes: ClassVar[float] = math.inf
+    """the largest request that is executed by messages, in bytes; -1 for none"""
+    small_bytes_started: ClassVar[float] = math.inf
+    """the largest one of started requests: a channel's thread shares the GIL with the training
+    thread, so on busy cores its messages cost more time than they save"""
+
+    @property
+    def name(self) -> str:
+        """The name of the request, for the ledger and for headers."""
+        return type(self).__name__
+
+    def is_builtin(self, *, is_started: bool = False) -> bool:
+        """Whether the process group's own collective executes the request, for its size."""
+        return self.num_bytes > (self.small_bytes_started if is_started else self.small_bytes)
+
+    def describe(self) -> str:
+        """Describe the kind and the size of the request, for error messages."""
+        return f"{type(self).__name__} of {self.num_bytes:,} bytes"
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """The bytes of the values on this rank."""
+
+    @abstractmethod
+    def check(self, world_size: int) -> None:
+        """Check the request.
+
+        Raises:
+            ValueError: it is invalid, or does not match the number of ranks.
+        """
+
+    @abstractmethod
+    def describe_header(self) -> HeaderFields:
+        """Describe the request for its header; the results are cached, and must not be changed."""
+
+    @abstractmethod
+    def messages(self, rank: int, world_size: int, *, is_builtin: bool) -> Algorithm[Any]:
+        """Execute the request by point-to-point messages, and return its answer.
+
+        Args:
+            rank: this rank.
+            world_size: the number of ranks; `check` accepts it.
+            is_builtin: whether to send the messages of gloo's algorithm.
+        """
+
+    @abstractmethod
+    def sent_bytes(self, rank: int, world_size: int) -> float:
+        """Return the bytes that a rank sends, by the formula of gloo's algorithm.
+
+        The formula is exact if the number of elements is a multiple of the number of ranks.
+        """
+
+    def copy_to_host(self, to_host: Callable[[Tensor], Tensor]) -> "Collective":
+        """Return the request with copies of its tensors on the host."""
+        return self
+
+    def copy_answer(self, answer: Any) -> Any:
+        """Copy the answer of `copy_to_host`'s request to this request's device, and return it."""
+        return answer
+
+
+@dataclass(eq=False, slots=True)
+class TensorCollective(Collective):
+    """A collective of one tensor."""
+
+    values: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the values."""
+        return count_bytes(self.values)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the values are on a GPU."""
+        return self.values.is_cuda
+
+    def check(self, world_size: int) -> None:
+        """Check that the values are contiguous."""
+        if not self.values.is_contiguous():
+            raise ValueError(
+                f"{type(self).__name__}: values with strides {tuple(self.values.stride())} are "
+                "not contiguous\n\nhint: copy them with .contiguous()"
+            )
+
+    def describe_header(self) -> HeaderFields:
+        """Describe the kind, size and dtype, which must be the same on all ranks."""
+        return _describe(type(self).__name__, self.values.numel(), self.values.dtype)
+
+    def copy_to_host(self, to_host: Callable[[Tensor], Tensor]) -> "TensorCollective":
+        """Return the request with a copy of the values on the host."""
+        return replace(self, values=to_host(self.values))
+
+    def copy_answer(self, answer: Tensor) -> Tensor:
+        """Return a copy of the answer on the device of the values."""
+        return answer.to(self.values.device)
+
+
+@lru_cache(maxsize=DESCRIPTIONS_KEPT)
+def _describe(name: str, num_elements: int, dtype: torch.dtype) -> HeaderFields:
+    return f"{name} of {describe_size(num_elements, dtype)}", {}, {}
+
+
+# all-reduce: sums are equal on all ranks bit for bit, since an element is either summed on one
+# rank, or by the same pairs on all ranks, and addition is commutative
+
+
+class AllReduce(TensorCollective):
+    """The base of `Sum` and `Mean`."""
+
+    __slots__ = ()
+
+    small_bytes = 32 * 1024
+    small_bytes_started = 16 * 1024
+
+    def check(self, world_size: int) -> None:
+        """Check that the values are contiguous, and require no gradient."""
+        TensorCollective.check(self, world_size)
+        if getattr(self.values, "requires_grad", False):
+            raise ValueError(
+                f"{type(self).__name__} of values that require a gradient, which it would change "
+                "in place\n\nhint: give values.detach(), which has the same memory"
+            )
+
+    def finish(self, world_size: int) -> Tensor:
+        """Return the answer, after the values have become the sum."""
+        return self.values
+
+    def messages(self, rank: int, world_size: int, *, is_builtin: bool) -> Algorithm[Tensor]:
+        """Add the values of all ranks in place, by point-to-point messages."""
+        algorithm = ring_sum if is_builtin else doubling_sum
+        yield from algorithm(self.values.view(-1), rank, world_size)
+        return self.finish(world_size)
+
+    def sent_bytes(self, rank: int, world_size: int) -> float:
+        """Return the bytes that a rank sends, by the formula of a ring."""
+        return 2 * (world_size - 1) / world_size * self.num_bytes
+
+    def copy_answer(self, answer: Tensor) -> Tensor:
+        """Copy the answer to the values, and return them."""
+        return self.values.copy_(answer)
+
+
+@dataclass(eq=False, slots=True)
+class Sum(AllReduce):
+    """All-reduce with a sum; the answer is `values`, written in place, equal on all ranks."""
+
+    values: Tensor
+    """contiguous, of any shape, with the same size and dtype on all ranks"""
+
+
+@dataclass(eq=False, slots=True)
+class Mean(AllReduce):
+    """All-reduce with a mean; the answer is `values`, written in place, equal on all ranks.
+
+    The values are added in their dtype, and the sum is then divided by the number of ranks. A sum
+    outside the range of the dtype, for float16 beyond 65,504, makes the mean infinite.
+    """
+
+    values: Tensor
+    """contiguous, floating-point, of any shape, with the same size and dtype on all ranks"""
+
+    def check(self, world_size: int) -> None:
+        """Check that the values are contiguous and floating-point, and require no gradient."""
+        AllReduce.check(self, world_size)
+        if not self.values.dtype.is_floating_point:
+            raise ValueError(
+                f"Mean of {self.values.dtype}\n\nhint: use a floating-point dtype, or Sum"
+            )
+
+    def finish(self, world_size: int) -> Tensor:
+        """Divide the sum by the number of ranks, and return it."""
+        self.values.div_(world_size)
+        return self.values
+
+
+def doubling_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
+    """All-reduce (n,) in place by recursive doubling: whole vectors in log2 W rounds.
+
+    If W is not a power of two, there are ⌊log2 W⌋ + 2 rounds. Uses log2 W times the memory of the
+    values as scratch.
+    """
+    fold = _find_fold(rank, world_size)
+    if not values.numel():
+        return values
+    pair = None
+    if fold.partner >= 0:
+        scratch = values if fold.is_folded else (yield Scratch(values))
+        pair = yield Start(Receive(scratch, fold.partner))
+    # requests are made here and not by functions, since small sums spend their time with them
+    receives = []
+    for peer in fold.peers:
+        receives.append((yield Start(Receive((yield Scratch(values)), peer))))
+    if fold.is_folded:
+        yield Send(values, fold.partner)
+        yield Wait(pair)
+        return values
+    if pair is not None:
+        values += yield Wait(pair)
+    for peer, receive in zip(fold.peers, receives, strict=True):
+        send = yield Start(Send(values, peer))
+        received = yield Wait(receive)
+        yield Wait(send)
+        values += received
+    if pair is not None:
+        yield Send(values, fold.partner)
+    return values
+
+
+def ring_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
+    """All-reduce (n,) in place around a ring: the fewest bytes in the most rounds."""
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    parts = values.tensor_split(world_size)
+    # part `turn` is sent in this turn, and part `turn + 1` is received
+    shares = [parts[(rank - turn) % world_size] for turn in range(world_size)]
+    turns = 2 * (world_size - 1)
+    scratch = []
+    for _ in range(min(LOOK_AHEAD, world_size - 1)):
+        # the first part is the largest
+        scratch.append((yield Scratch(parts[0])))
+    # all parts have elements, and often the same number
+    is_full = len(values) >= world_size
+    is_even = is_full and len(values) % world_size == 0
+
+    def target(turn: int) -> Tensor:
+        if turn < world_size - 1:
+            buffer = scratch[turn % LOOK_AHEAD]
+            return buffer if is_even else buffer[: len(shares[turn + 1])]
+        # the whole sum of a share
+        return shares[turn - world_size + 1]
+
+    receives: list[tuple[Tensor, Any]] = []
+    # requests are made here and not by functions, since a simulation spends its time with them
+    for turn in range(min(LOOK_AHEAD, turns)):
+        into = target(turn)
+        is_sent = is_full or into.numel()
+        receives.append((into, (yield Start(Receive(into, before))) if is_sent else None))
+    for turn in range(turns):
+        sent = shares[turn % world_size]
+        send = (yield Start(Send(sent, after))) if is_full or sent.numel() else None
+        into, receive = receives[turn % LOOK_AHEAD]
+        if receive is not None:
+            yield Wait(receive)
+        if send is not None:
+            yield Wait(send)
+        if turn < world_size - 1:
+            shares[turn + 1] += into
+        if turn + LOOK_AHEAD < turns:
+            into = target(turn + LOOK_AHEAD)
+            is_sent = is_full or into.numel()
+            receive = (yield Start(Receive(into, before))) if is_sent else None
+            receives[turn % LOOK_AHEAD] = into, receive
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class _Fold:
+    """Folds W ranks to the next lower power of two, which recursive doubling needs.
+
+    If W is not a power of two, the first ranks form pairs: the odd rank of a pair sends its values
+    to the even one, which takes part for both and sends the result back. Each pair, and each rank
+    without a pair, has a position in [0, power of two).
+    """
+
+    partner: int
+    """the other rank of the pair; -1 for a rank without a pair"""
+    is_folded: bool
+    """whether the partner takes part for this rank"""
+    peers: tuple[int, ...]
+    """the other ranks of each round"""
+
+
+@lru_cache(maxsize=4096)
+def _find_fold(rank: int, world_size: int) -> _Fold:
+    power = 1 << (world_size.bit_length() - 1)
+    num_pairs = world_size - power
+    if rank < 2 * num_pairs and rank % 2:
+        return _Fold(rank - 1, True, ())
+    in_pair = rank < 2 * num_pairs
+    position = rank // 2 if in_pair else rank - num_pairs
+    positions = [position ^ (1 << bit) for bit in range(power.bit_length() - 1)]
+    peers = tuple(2 * each if each < num_pairs else each + num_pairs for each in positions)
+    return _Fold(rank + 1 if in_pair else -1, False, peers)
+
+
+# all-gather
+
+
+@dataclass(eq=False, slots=True)
+class AllGather(TensorCollective):
+    """All-gather; the answer is (W, n), with one row per rank."""
+
+    values: Tensor
+    """(n,), contiguous, with the same size and dtype on all ranks"""
+
+    small_bytes = 8 * 1024
+    small_bytes_started = -1
+
+    def messages(self, rank: int, world_size: int, *, is_builtin: bool) -> Algorithm[Tensor]:
+        """Gather the values of all ranks by point-to-point messages."""
+        algorithm = ring_gather if is_builtin else doubling_gather
+        rows = yield from algorithm(as_bytes(self.values), rank, world_size)
+        return from_bytes(rows, self.values, world_size, *self.values.shape)
+
+    def sent_bytes(self, rank: int, world_size: int) -> float:
+        """Return the bytes that a rank sends, the same for all algorithms."""
+        return (world_size - 1) * self.num_bytes
+
+
+@dataclass(slots=True)
+class AllGatherScalar(Collective):
+    """All-gather of a number; the answer is a tuple of W numbers, in the order of ranks."""
+
+    value: int | float
+    """sent as int64 or float64; of the same type on all ranks"""
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of an int64 or float64."""
+        return 8
+
+    def check(self, world_size: int) -> None:
+        """Check that the value is a number that int64 or float64 can represent."""
+        value = self.value
+        is_valid = isinstance(value, Real)
+        if isinstance(value, Integral):
+            is_valid = -(1 << 63) <= int(value) < 1 << 63
+        what = f"AllGatherScalar of {type(value).__name__} {value!r}"
+        require(is_valid, what, "give a float, or an integer of 64 bits")
+
+    def describe_header(self) -> HeaderFields:
+        """Describe the dtype, which must be the same on all ranks."""
+        dtype = "float64" if isinstance(self.value, float) else "int64"
+        return f"AllGatherScalar of {dtype}", {}, {}
+
+    def messages(
+        self, rank: int, world_size: int, *, is_builtin: bool
+    ) -> Algorithm[tuple[int | float, ...]]:
+        """Gather the numbers of all ranks by point-to-point messages."""
+        rows = yield from doubling_gather(self._to_tensor(), rank, world_size)
+        return tuple(rows[:, 0].tolist())
+
+    def sent_bytes(self, rank: int, world_size: int) -> float:
+        """Return the bytes that a rank sends."""
+        return (world_size - 1) * self.num_bytes
+
+    def _to_tensor(self) -> Tensor:
+        """Return the number as (1,) int64 or float64."""
+        dtype = torch.float64 if isinstance(self.value, float) else torch.int64
+        return torch.tensor([self.value], dtype=dtype)
+
+
+def doubling_gather(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
+    """All-gather (n,) to (W, n) in ⌈log2 W⌉ rounds, each of which doubles the gathered rows.
+
+    Source: Bruck et al., "Efficient Algorithms for All-to-All Communications", 1997.
+    """
+    # row i belongs to rank `rank + i` until the rows are rolled at the end
+    rows = values.new_empty(world_size, len(values))
+    rows[0] = values
+    rounds = []
+    gathered = 1
+    while gathered < world_size:
+        count = min(gathered, world_size - gathered)
+        before, after = (rank - gathered) % world_size, (rank + gathered) % world_size
+        receive = yield from start_receive(rows[gathered : gathered + count], after)
+        rounds.append((rows[:count], before, receive))
+        gathered += count
+    for sent, peer, receive in rounds:
+        yield from send_and_wait(sent, peer, receive)
+    return rows.roll(rank, 0)
+
+
+def ring_gather(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
+    """All-gather (n,) to (W, n) around a ring, one row per round."""
+    rows = values.new_empty(world_size, len(values))
+    rows[rank] = values
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    receives = []
+    for turn in range(1, world_size):
+        receives.append((yield from start_receive(rows[(rank - turn) % world_size], before)))
+    for turn, receive in enumerate(receives):
+        yield from send_and_wait(rows[(rank - turn) % world_size], after, receive)
+    return rows
+
+
+# broadcast
+
+
+@dataclass(eq=False, slots=True)
+class Broadcast(TensorCollective):
+    """Broadcast from one rank; the answer is `values`, written in place on the other ranks."""
+
+    values: Tensor
+    """of any shape, with the same size and dtype on all ranks"""
+    root: int = 0
+    """the rank that sends its values"""
+
+    is_from_all = False
+    small_bytes = small_bytes_started = -1
+
+    def check(self, world_size: int) -> None:
+        """Check that the root is one of the ranks; the values may have any strides."""
+        require(
+            isinstance(self.root, Integral) and 0 <= self.root < world_size,
+            f"Broadcast from rank {self.root!r} of {world_size}",
+            f"ranks are integers from 0 to {world_size - 1}",
+        )
+
+    def describe_header(self) -> HeaderFields:
+        """Describe the size, dtype and root, which must be the same on all ranks."""
+        return _describe_broadcast(self.values.numel(), self.values.dtype, self.root)
+
+    def messages(self, rank: int, world_size: int, *, is_builtin: bool) -> Algorithm[Tensor]:
+        """Send the values of the root to all ranks, by point-to-point messages."""
+        flat = as_bytes(self.values)
+        yield from binomial(flat, self.root, rank, world_size)
+        return self.copy_back(flat)
+
+    def sent_bytes(self, rank: int, world_size: int) -> float:
+        """Return the bytes that a rank sends, by the formula of a binomial tree."""
+        position, step, count = (rank - self.root) % world_size, 1, 0
+        while step < world_size and not position & step:
+            count += position + step < world_size
+            step *= 2
+        return count * self.num_bytes
+
+    def copy_answer(self, answer: Tensor) -> Tensor:
+        """Copy the answer to the values, and return them."""
+        return self.values.copy_(answer)
+
+    def copy_back(self, flat: Tensor) -> Tensor:
+        """Return the values, after copying their bytes to them if `as_bytes` has copied them."""
+        if not self.values.is_contiguous():
+            self.values.copy_(from_bytes(flat, self.values))
+        return self.values
+
+
+@lru_cache(maxsize=DESCRIPTIONS_KEPT)
+def _describe_broadcast(num_elements: int, dtype: torch.dtype, root: int) -> HeaderFields:
+    return f"Broadcast of {describe_size(num_elements, dtype)} from rank {root}", {}, {}
+
+
+def binomial(values: Tensor, root: int, rank: int, world_size: int) -> Algorithm[Tensor]:
+    """Broadcast (n,) down a binomial tree: each round doubles the ranks that have the values."""
+    position = (rank - root) % world_size
+    step = 1
+    while step < world_size and not position & step:
+        step *= 2
+    if position > 0:
+        yield Receive(values, (rank - step) % world_size)
+    step //= 2
+    while step:
+        if position + step < world_size:
+            yield Send(values, (rank + step) % world_size)
+        step //= 2
+    return values
+
+
+# all-to-all and reduce-scatter
+
+
+@dataclass(eq=False, slots=True)
+class AllToAll(Collective):
+    """All-to-all; the answer is a list of W new tensors, the parts that ranks sent to this rank."""
+
+    parts: Sequence[Tensor]
+    """W one-dimensional tensors of one dtype and of any lengths; part r is sent to rank r"""
+    counts: Sequence[int] | None = None
+    """the number of elements to receive from each rank; None exchanges the lengths first"""
+
+    # messages at any size, because each rank knows only the sizes of its own parts
+    small_bytes_started = -1
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all parts."""
+        return sum(count_bytes(part) for part in self.parts)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the parts are on a GPU."""
+        return self.parts[0].is_cuda
+
+    def check(self, world_size: int) -> None:
+        """Check that there is a one-dimensional tensor for each rank, and that all have one dtype.
+
+        Args:
+            world_size: W.
+
+        Raises:
+            ValueError: a part is not one-dimensional, dtypes differ, or there are not W parts or
+                counts.
+        """
+        require(
+            len(self.parts) == world_size,
+            f"AllToAll: {len(self.parts)} parts for {world_size} ranks",
+            "give one part per rank, which may be empty",
+        )
+        for rank, part in enumerate(self.parts):
+            require(
+                len(part.shape) == 1,
+                f"AllToAll: the part for rank {rank} has the shape {tuple(part.shape)}",
+                "give one-dimensional parts, such as part.reshape(-1)",
+            )
+        require(
+            self.counts is None or len(self.counts) == world_size,
+            f"AllToAll: {len(self.counts or ())} counts for {world_size} ranks",
+            "give the number of elements to receive from each rank",
+        )
+        is_same = len({part.dtype for part in self.parts}) <= 1
+        hint = "send bytes with .view(torch.uint8)"
+        require(is_same, "AllToAll: parts of several dtypes", hint)
+
+    def describe_header(self) -> HeaderFields:
+        """Describe the dtype, and the sizes sent to each peer and expected from it."""
+        counts = None if self.counts is None else tuple(self.counts)
+        lengths = tuple(part.numel() for part in self.parts)
+        return _describe_parts(self.parts[0].dtype, lengths, counts)
+
+    def messages(self, rank: int, world_size: int, *, is_builtin: bool) -> Algorithm[list[Tensor]]:
+        """Exchange the parts, and before them their lengths if need be, by direct messages."""
+        counts = self.counts
+        if counts is None:
+            lengths = [torch.tensor([len(part)]) for part in self.parts]
+            received = yield from direct_exchange(lengths, [1] * world_size, rank)
+            counts = [int(count) for count in received]
+        dtype, size = self.parts[0].dtype, self.parts[0].element_size()
+        sent = self.parts if dtype == torch.uint8 else [as_bytes(part) for part in self.parts]
+        parts = yield from direct_exchange(sent, [count * size for count in counts], rank)
+        # the caller may change the parts that it has sent
+        parts[rank] = parts[rank].clone()
+        return parts if dtype == torch.uint8 else [part.view(dtype) for part in parts]
+
+    def sent_bytes(self, rank: int, world_size: int) -> float:
+        """Return the bytes that a rank sends to others, with the lengths if they are exchanged."""
+        own = count_bytes(self.parts[rank])
+        return self.num_bytes - own + (8 * (world_size - 1) if self.counts is None else 0)
+
+    def copy_to_host(self, to_host: Callable[[Tensor], Tensor]) -> "AllToAll":
+        """Return the request with copies of the parts on the host."""
+        return replace(self, parts=[to_host(part) for part in self.parts])
+
+    def copy_answer(self, answer: list[Tensor]) -> list[Tensor]:
+        """Return copies of the received parts on the device of the sent ones."""
+        return [part.to(self.parts[0].device) for part in answer]
+
+
+@dataclass(eq=False, slots=True)
+class ReduceScatter(TensorCollective):
+    """Reduce-scatter with a sum; the answer is (n / W,), this rank's share of the sum."""
+
+    values: Tensor
+    """(n,), contiguous; n is a multiple of W, and rank r gets share r"""
+
+    def check(self, world_size: int) -> None:
+        """Check that the values are contiguous, and that all shares have the same size."""
+        TensorCollective.check(self, world_size)
+        require(
+            self.values.numel() % world_size == 0,
+            f"ReduceScatter: {self.values.numel()} elements for {world_size} ranks",
+            "pad the values to a multiple of the number of ranks",
+        )
+
+    def messages(self, rank: int, world_size: int, *, is_builtin: bool) -> Algorithm[Tensor]:
+        """Exchange the shares by direct messages, and add those of this rank."""
+        return direct_scatter(self.values, rank, world_size)
+
+    def sent_bytes(self, rank: int, world_size: int) -> float:
+        """Return the bytes that a rank sends: the shares of the other ranks."""
+        return (world_size - 1) / world_size * self.num_bytes
+
+
+@lru_cache(maxsize=DESCRIPTIONS_KEPT)
+def _describe_parts(
+    dtype: torch.dtype, lengths: tuple[int, ...], counts: tuple[int, ...] | None
+) -> HeaderFields:
+    name = str(dtype).removeprefix("torch.")
+    words = f"AllToAll of {name}, counts {'not given' if counts is None else 'given'}"
+    sent = {rank: f"{length} {name}" for rank, length in enumerate(lengths)}
+    expected = {rank: f"{count} {name}" for rank, count in enumerate(counts or ())}
+    return words, sent, expected
+
+
+def direct_exchange(
+    parts: Sequence[Tensor], counts: Sequence[int], rank: int
+) -> Algorithm[list[Tensor]]:
+    """All-to-all: send part r to rank r, and receive `counts[r]` elements from it, concurrently.
+
+    Returns:
+        The parts by rank; that of this rank is not a copy.
+    """
+    world_size = len(parts)
+    received = [parts[rank].new_empty(count) for count in counts]
+    received[rank] = parts[rank]
+    pending = []
+    for distance in range(1, world_size):
+        before = (rank - distance) % world_size
+        if counts[before]:
+            pending.append((yield Start(Receive(received[before], before))))
+    for distance in range(1, world_size):
+        # each rank starts with another receiver, so that no rank receives all first messages
+        after = (rank + distance) % world_size
+        if len(parts[after]):
+            pending.append((yield Start(Send(parts[after].contiguous(), after))))
+    for each in pending:
+        yield Wait(each)
+    return received
+
+
+def direct_scatter(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
+    """Reduce-scatter (n,): each rank receives its share from all others, and adds them by rank.
+
+    Returns:
+        (n / W,): the sum of this rank's share.
+    """
+    shares = values.view(world_size, -1)
+    parts = yield from direct_exchange(list(shares), [shares.shape[1]] * world_size, rank)
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+# pairs
+
+
+@dataclass(eq=False, slots=True)
+class SendReceive(TensorCollective):
+    """Exchange of tensors between pairs of ranks; the answer is the peer's tensor."""
+
+    values: Tensor
+    """contiguous, with the same shape and dtype on both ranks"""
+    peer: int
+    """the other rank, whose `peer` must be this rank; if it is this rank itself, the answer is a
+    copy of `values`"""
+
+    is_from_all = False
+
+    def describe(self) -> str:
+        """Describe the size and the peer, for error messages."""
+        return f"SendReceive of {self.num_bytes:,} bytes with rank {self.peer}"
+
+    def check(self, world_size: int) -> None:
+        """Check that the values are contiguous, and that the peer is one of the ranks."""
+        TensorCollective.check(self, world_size)
+        what = f"SendReceive with rank {self.peer} of {world_size}"
+        require(0 <= self.peer < world_size, what, "ranks start at 0")
+
+    def describe_header(self) -> HeaderFields:
+        """Describe the peer, size and dtype; pairs of ranks may differ in size and dtype."""
+        return _describe_pair(self.values.numel(), self.values.dtype, self.peer)
+
+    def messages(self, rank: int, world_size: int, *, is_builtin: bool) -> Algorithm[Tensor]:
+        """Send the values to the peer, and return those that it sends to this rank."""
+        sent = as_bytes(self.values)
+        if self.peer == rank:
+            received = sent.clone()
+        else:
+            received = sent.new_empty(*sent.shape)
+            receive = yield from start_receive(received, self.peer)
+            yield from send_and_wait(sent, self.peer, receive)
+        return from_bytes(received, self.values)
+
+    def sent_bytes(self, rank: int, world_size: int) -> float:
+        """Return the bytes that a rank sends: 0 if it is its own peer."""
+        return 0 if self.peer == rank else self.num_bytes
+
+
+@lru_cache(maxsize=DESCRIPTIONS_KEPT)
+def _describe_pair(num_elements: int, dtype: torch.dtype, peer: int) -> HeaderFields:
+    size = describe_size(num_elements, dtype)
+    return "SendReceive", {peer: size}, {peer: size}
+
+
+# what the algorithms of several collectives have in common
+
+
+def as_bytes(values: Tensor) -> Tensor:
+    """Return (bytes,) uint8: a view of `values`, or of a copy if it is not contiguous."""
+    # a zero-dimensional tensor has no view of another element size
+    return values.contiguous().view(-1).view(torch.uint8)
+
+
+def from_bytes(flat: Tensor, like: Tensor, *shape: int) -> Tensor:
+    """Return a view of bytes with the dtype of a tensor, of `shape` or that of the tensor."""
+    return flat.view(-1).view(like.dtype).view(shape or like.shape)
+
+
+def start_receive(values: Tensor, source: int) -> Algorithm[Any]:
+    """Start to receive `values`, and return the handle; None for empty ones, which are not sent."""
+    return (yield Start(Receive(values, source))) if values.numel() else None
+
+
+def send_and_wait(values: Tensor, peer: int, receive: Any) -> Algorithm[None]:
+    """Send `values`, unless they are empty, and wait for both the send and a receive, if any."""
+    pending = (yield Start(Send(values, peer))) if values.numel() else None
+    for each in (receive, pending):
+        if each is not None:
+            yield Wait(each)
+
+
+def among(ranks: Sequence[int], rank: int, request: Collective) -> Algorithm[Any]:
+    """Execute a collective among some ranks by messages between them, and return its answer.
+
+    Only these ranks take part, and disjoint sets of ranks run at the same time. In the collective
+    they have the ranks 0, 1, ... in the order of `ranks`; so the `root` of a `Broadcast` and the
+    `peer` of a `SendReceive` are indices of `ranks`. `Group.subgroup` creates a process group
+    instead, for an optimizer of some ranks.
+
+    Args:
+        ranks: ranks of the group, each once, the same list on all of them.
+        rank: this rank, one of them.
+        request: the same on all of these ranks.
+    """
+    request.check(len(ranks))
+    is_builtin = request.is_builtin()
+    algorithm = request.messages(list(ranks).index(rank), len(ranks), is_builtin=is_builtin)
+    answer: Any = None
+    while True:
+        try:
+            step: Any = algorithm.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        message = step.request if type(step) is Start else step
+        if isinstance(message, Send | Receive):
+            message.peer = ranks[message.peer]
+        answer = yield step
+
+
+COLLECTIVES: dict[str, type[Collective]] = {
+    each.__name__: each
+    for each in (Sum, Mean, AllGather, Broadcast, ReduceScatter, AllToAll, SendReceive)
+}
+"""the collectives of tensors, by name"""
