@@ -42,7 +42,7 @@ from gcnzc.loader.seeds import Shares, epoch_order
 from gcnzc.loader.state import PARTITION, check_position, check_state
 from gcnzc.loader.transfer import Transfer
 from gcnzc.sampling.batch import ONE_TYPE, Batch
-from gcnzc.system.arguments import check_kind, check_seed, describe
+from gcnzc.system.arguments import check_epoch, check_kind, check_seed, describe
 
 has_warned_about_ranks = False
 
@@ -201,9 +201,6 @@ def share_attributes(loader: T) -> T:
     return other
 
 
-MAX_EPOCHS = 2**32
-
-
 @dataclass(eq=False)
 class EpochProgress:
     """The progress of one iteration over a loader."""
@@ -258,7 +255,7 @@ class EpochCounter:
         Raises:
             ValueError: the epoch would be 2**32 or above.
         """
-        _check_epoch(self.next)
+        check_epoch("epoch", self.next)
         self.next += 1
         return self.next - 1
 
@@ -268,7 +265,7 @@ class EpochCounter:
         Raises:
             ValueError: `epoch` is not from 0 to 2**32 - 1.
         """
-        _check_epoch(epoch)
+        check_epoch("epoch", epoch)
         if self._resumed and self._resumed[0].epoch == epoch:
             return
         self._resumed.clear()
@@ -347,11 +344,6 @@ class OrderedItems(SequentialSampler):
     def __iter__(self) -> Iterator[int]:
         self._epochs.of_sampler = self._epochs.advance()
         return super().__iter__()
-
-
-def _check_epoch(epoch: int) -> None:
-    if not 0 <= epoch < MAX_EPOCHS:
-        raise ValueError(f"epoch {epoch}: it must be 0 or more, and below 2**32")
 
 
 class DropInLoader(DataLoader[Any], ABC):

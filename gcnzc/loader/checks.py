@@ -76,12 +76,8 @@ def check_seeds(
 
 def check_share(copied_share: float) -> float:
     """Check that a fraction is in [0, 1]."""
-    return check_number(
-        "copied_share",
-        copied_share,
-        lambda share: 0 <= share <= 1,
-        "it is a fraction of a batch's rows, from 0 to 1; with 0 the GPU reads all rows",
-    )
+    hint = "a fraction of a batch's rows; with 0 the GPU reads all rows"
+    return check_number("copied_share", copied_share, lambda share: 0 <= share <= 1, hint)
 
 
 def check_priority(priority: int) -> int:
