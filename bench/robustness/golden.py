@@ -206,7 +206,7 @@ OPTIMIZERS: Mapping[str, Callable[[Any, Any], Any]] = {
     "CO2": lambda p, g: optim.CO2(adamw(p), local_steps=3, group=g),
     "SparseLoCo": lambda p, g: optim.SparseLoCo(adamw(p), local_steps=3, group=g),
     "MuLoCo": lambda p, g: optim.MuLoCo(optim.Muon(p, lr=0.01), local_steps=3, group=g),
-    "SelSync": lambda p, g: optim.Strategy(adamw(p), optim.selsync(0.3, 4), g),
+    "SelSync": lambda p, g: optim.SelSync(adamw(p), g, threshold=0.3, window=4),
     "SAPS": lambda p, g: optim.Strategy(adamw(p), optim.saps(0.3, torch.ones(3, 3)), g),
 }
 

@@ -29,6 +29,7 @@ from gcnzc.optim import (
     OneBitAdam,
     OneBitLamb,
     Recipe,
+    SelSync,
     SparseLoCo,
     Strategy,
     StreamingDiLoCo,
@@ -38,7 +39,6 @@ from gcnzc.optim import (
     backup_workers,
     fedglomo,
     saps,
-    selsync,
 )
 
 LR = 0.0015
@@ -90,7 +90,7 @@ METHODS: dict[str, Build] = {
     "CO2": _around(CO2),
     "MuLoCo": lambda model, group, steps: MuLoCo(Muon(model.parameters(), LR, module=model), group),
     "SparseLoCo": _around(SparseLoCo),
-    "SelSync": _recipe(selsync),
+    "SelSync": lambda model, group, steps: SelSync(adam(model), group),
     "top-k, 1 %": _around(Averaged, compress=TopK(0.01)),
     "random-k, 5 %": _around(Averaged, compress=RandomK(0.05)),
     "DCT, 1 %": _around(Averaged, compress=Threshold(0.01)),

@@ -9,7 +9,6 @@ from gcnzc.compress.two_stage import Codec
 from gcnzc.kernels.codec import blocks, number_formats
 from gcnzc.kernels.codec.block_layout import BlockLayout
 from gcnzc.kernels.finite import are_finite
-from gcnzc.system.arguments import check_choice, check_integer
 
 # Means in a short dtype, in two stages with sums in float32.
 #
@@ -41,7 +40,9 @@ class Rounded(Codec):
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ValueError(f"cannot send {self.dtype}; use one of {', '.join(map(str, DTYPES))}")
+            raise ValueError(
+                f"cannot send {self.dtype}\n\nhint: use one of {', '.join(map(str, DTYPES))}"
+            )
 
     def block_layout(self, num_elements: int, parts: int) -> BlockLayout:
         """See `Codec`; only the parts of the layout are used."""
@@ -146,9 +147,18 @@ class Blocks(Codec):
     "float32" or one of `NUMBER_FORMATS`"""
 
     def __post_init__(self) -> None:
-        check_choice("number_format", self.number_format, NUMBER_FORMATS)
-        check_choice("mean_format", self.mean_format, ("same", *MEAN_DTYPES, *NUMBER_FORMATS))
-        check_integer("seed", self.seed, 0, (1 << SEED_BITS) - 1)
+        if self.number_format not in NUMBER_FORMATS:
+            raise ValueError(
+                f"no number format {self.number_format!r}\n\n"
+                f"hint: use one of {', '.join(NUMBER_FORMATS)}"
+            )
+        if self.mean_format not in ("same", *MEAN_DTYPES, *NUMBER_FORMATS):
+            known = ", ".join(("same", *MEAN_DTYPES, *NUMBER_FORMATS))
+            raise ValueError(
+                f"no number format {self.mean_format!r} for the mean\n\nhint: use one of {known}"
+            )
+        if not 0 <= self.seed < 1 << SEED_BITS:
+            raise ValueError(f"no seed {self.seed}\n\nhint: use 0 to 2**{SEED_BITS} - 1")
         # the layout checks the block size
         self.block_layout(0, 1)
 

@@ -15,6 +15,7 @@ from gcnzc.compress.reducer import (
 )
 from gcnzc.exchange import Algorithm, AllGatherScalar, Sum
 from gcnzc.kernels.finite import are_finite
+from gcnzc.system.arguments import describe
 from gcnzc.system.scalars import read_scalars
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -34,7 +35,10 @@ class Dense(Compression):
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, *DTYPES):
-            raise ValueError(f"cannot send {self.dtype}; use one of {', '.join(map(str, DTYPES))}")
+            raise ValueError(
+                f"cannot send {describe(self.dtype)}\n\nhint: use one of "
+                f"{', '.join(map(str, DTYPES))}, or None for the vector's dtype"
+            )
 
     def reducer(self, num_elements: int, worker: WorkerInfo) -> "DenseReducer":
         """See `Compression`."""

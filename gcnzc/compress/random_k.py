@@ -31,7 +31,6 @@ from gcnzc.compress.sparse import (
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, Sum
 from gcnzc.kernels.codec.random_indices import draw_index, draw_indices
 from gcnzc.kernels.finite import are_finite
-from gcnzc.system.arguments import check_integer
 from gcnzc.system.scalars import read_scalars
 
 # the seed is the low half of a random generator's key, the rank the high half
@@ -50,7 +49,10 @@ class RandomSelection(SparseCompression):
 
     def __post_init__(self) -> None:
         check_density(self.density)
-        check_integer("seed", self.seed, 0, (1 << SEED_BITS) - 1)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"a seed of {self.seed!r}\n\nhint: use an integer")
+        if not 0 <= self.seed < 1 << SEED_BITS:
+            raise ValueError(f"no seed {self.seed}\n\nhint: use 0 to 2**{SEED_BITS} - 1")
 
     @abstractmethod
     def select(self, num_elements: int, step: int, rank: int) -> Tensor:

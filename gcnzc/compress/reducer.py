@@ -153,6 +153,12 @@ class Reducer(ABC):
         """The first and one past the last element of this rank's part, if it has a server error."""
         return 0, 0
 
+    def reset_errors(self) -> None:
+        """Set all errors to 0."""
+        for error in (self.worker_error, self.server_error):
+            if error is not None:
+                error.zero_()
+
     def errors(self) -> dict[str, Tensor]:
         """Return the state that a checkpoint saves, by name; the tensors are not copies."""
         named = {"worker": self.worker_error, "server": self.server_error}

@@ -1,5 +1,6 @@
 """Compressions by name, as the command line uses them."""
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -56,13 +57,7 @@ def compression(name: str) -> Compression:
     check_kind("the name of a compression", name, str, f"use one of {', '.join(NAMES)}")
     kind, colon, density = name.partition(":")
     if kind in SPARSE:
-        try:
-            return SPARSE[kind](float(density)) if colon else SPARSE[kind]()
-        except ValueError:
-            raise ValueError(
-                f"no density {density!r} in the compression {name!r}\n\nhint: give the fraction of "
-                f"the elements to send, above 0 and at most 1, as in {kind}:0.01"
-            ) from None
+        return SPARSE[kind](_parse_density(name, density)) if colon else SPARSE[kind]()
     if name in DTYPES:
         return Dense(DTYPES[name])
     if name == "sign":
@@ -87,6 +82,23 @@ def check_compression(compress: object, name: str = "compress") -> None:
     Raises:
         TypeError: it is neither a `Compression` nor None, such as a name.
     """
-    if compress is not None:
-        hint = "the result of gcnzc.compress.compression, which returns a compression by its name"
-        check_kind(name, compress, Compression, hint)
+    if compress is None or isinstance(compress, Compression):
+        return
+    hint = (
+        f"{name}=gcnzc.compress.compression({compress!r})"
+        if isinstance(compress, str)
+        else f"{name}=gcnzc.compress.Dense(torch.bfloat16), or another compression"
+    )
+    raise TypeError(
+        f"{name}={compress!r} is a {type(compress).__name__}, not a Compression\n\nhint: {hint}"
+    )
+
+
+def _parse_density(name: str, text: str) -> float:
+    """Return the density in the name of a compression."""
+    if re.fullmatch(r"\d+\.?\d*(e-?\d+)?|\.\d+(e-?\d+)?", text) and 0 < float(text) <= 1:
+        return float(text)
+    raise ValueError(
+        f"no density {text!r} in the compression {name!r}\n\nhint: give the fraction of the "
+        f"elements to send, above 0 and at most 1, as in {name.partition(':')[0]}:0.01"
+    )

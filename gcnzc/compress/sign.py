@@ -8,7 +8,6 @@ from torch import Tensor
 from gcnzc.compress.two_stage import Codec
 from gcnzc.kernels.codec import signs
 from gcnzc.kernels.codec.block_layout import BlockLayout
-from gcnzc.system.arguments import check_choice
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,8 @@ class Sign(Codec):
     and that of a mean to the next mean"""
 
     def __post_init__(self) -> None:
-        check_choice("scale", self.scale, ("rms", "l1"))
+        if self.scale not in ("rms", "l1"):
+            raise ValueError(f"no scale {self.scale!r}\n\nhint: use rms or l1")
         # the layout checks the block size
         self.block_layout(0, 1)
 

@@ -28,7 +28,6 @@ from gcnzc.compress.reducer import (
 )
 from gcnzc.exchange import Algorithm
 from gcnzc.kernels.codec.selection import Segments
-from gcnzc.system.arguments import check_integer, check_number
 from gcnzc.system.scalars import read_scalars
 
 Per: TypeAlias = Literal["layer", "all"] | int
@@ -56,15 +55,21 @@ def count_elements(num_elements: int, density: float) -> int:
 
 def check_density(density: float) -> None:
     """Check that a density is above 0 and at most 1; raises ValueError."""
-    hint = "the fraction of the elements to send, above 0 and at most 1, such as 0.01"
-    check_number("density", density, lambda density: 0 < density <= 1, hint)
+    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
+        raise ValueError(
+            f"a density of {density!r}\n\nhint: give the fraction of the elements to send, above 0 "
+            "and at most 1, such as 0.01"
+        )
 
 
 def check_per(per: Per) -> None:
     """Check the argument `per` of `make_segments`; raises ValueError."""
-    if per not in ("layer", "all"):
-        check_integer(
-            "per", per, 1, hint="'layer', 'all', or the elements of a chunk, such as 4096"
+    if per in ("layer", "all"):
+        return
+    if isinstance(per, bool) or not isinstance(per, int) or per < 1:
+        raise ValueError(
+            f"per={per!r}\n\nhint: use 'layer', 'all', or the number of elements of a chunk, such "
+            "as 4096"
         )
 
 

@@ -41,7 +41,6 @@ from gcnzc.compress.sparse import (
 from gcnzc.exchange import Algorithm, AllGather, AllToAll
 from gcnzc.kernels.codec.index_codes import code_bytes, pack_indices, unpack_indices
 from gcnzc.kernels.codec.selection import Segments, count_above, select_above, select_largest
-from gcnzc.system.arguments import check_integer
 
 # a threshold is renewed if it selects more than 4 k or fewer than k / 4 elements of its segment
 MOST = 4
@@ -71,7 +70,11 @@ class Threshold(SegmentedCompression):
     def __post_init__(self) -> None:
         check_density(self.density)
         check_per(self.per)
-        check_integer("refresh", self.refresh, 1)
+        if isinstance(self.refresh, bool) or not isinstance(self.refresh, int) or self.refresh < 1:
+            raise ValueError(
+                f"refresh={self.refresh!r}\n\nhint: give the number of steps from one renewal of a "
+                "threshold to the next, such as 1000"
+            )
 
     def reducer(self, num_elements: int, worker: WorkerInfo) -> "ThresholdReducer":
         """See `Compression`."""

@@ -39,7 +39,7 @@ from gcnzc.compress.value_formats import (
 from gcnzc.exchange import Algorithm, AllGather
 from gcnzc.kernels.codec.index_codes import code_bytes, pack_indices, unpack_indices
 from gcnzc.kernels.codec.selection import Segments, select_largest
-from gcnzc.system.arguments import check_choice, check_number
+from gcnzc.system.arguments import check_choice
 
 CHUNK = 4096
 # of the published configuration of SparseLoCo: 64 of 4096 elements
@@ -74,8 +74,12 @@ class TopK(SegmentedCompression):
         check_density(self.density)
         check_per(self.per)
         check_choice("value_format", self.value_format, VALUE_FORMATS)
-        hint = "a factor above 0 and at most 1; error_feedback=False uses no errors"
-        check_number("error_decay", self.error_decay, lambda decay: 0 < decay <= 1, hint)
+        is_number = isinstance(self.error_decay, int | float)
+        if not is_number or not 0 < self.error_decay <= 1:
+            raise ValueError(
+                f"error_decay={self.error_decay!r}\n\nhint: give a factor above 0 and at most 1; "
+                "error_feedback=False uses no errors"
+            )
 
     @classmethod
     def sparse_loco(cls, density: float = SPARSE_LOCO_DENSITY) -> "TopK":

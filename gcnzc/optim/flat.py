@@ -9,7 +9,7 @@ Notation: n elements of the flat vector, m of a slice of it, P parameters, k ext
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,12 +36,15 @@ class FlatParameters:
 
     Args:
         groups: the `param_groups` of an optimizer. Parameters without `requires_grad` are excluded.
+        parameters: the trained parameters in the order of the vector; that of the groups if None.
 
     Raises:
         ValueError: no parameter has `requires_grad`, or the parameters are on several devices.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], parameters: Sequence[Tensor] | None = None
+    ) -> None:
         self.segments: list[Segment] = []
         self.num_uncompressed = begin = 0
         order = sorted(enumerate(groups), key=lambda pair: bool(pair[1].get("compress", True)))
@@ -53,6 +56,8 @@ class FlatParameters:
                     self.segments.append(Segment(name, parameter, here, group))
             if not group.get("compress", True):
                 self.num_uncompressed = begin
+        if parameters is not None:
+            self._reorder(parameters)
         if not self.segments:
             raise ValueError(
                 "no parameter of the optimizer has requires_grad\n\nhint: give the parameters that "
@@ -72,6 +77,13 @@ class FlatParameters:
         self.dtype = torch.float64 if has_double else torch.float32
         """dtype of the flat vectors"""
         self._scratch: Tensor | None = None
+
+    def _reorder(self, parameters: Sequence[Tensor]) -> None:
+        found = {segment.parameter: segment for segment in self.segments}
+        begin, self.segments = 0, []
+        for parameter in parameters:
+            here = slice(begin, begin := begin + parameter.numel())
+            self.segments.append(replace(found[parameter], here=here))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that are copied and pickled: all except the scratch memory."""
@@ -149,7 +161,7 @@ class FlatParameters:
     @torch.no_grad()
     def read_parameters(self, out: Tensor, here: slice | None = None) -> Tensor:
         """Copy the parameters of a slice, by default all, into the first m elements of `out`."""
-        if here is None:
+        if here in (None, slice(0, self.num_elements)):
             torch._foreach_copy_(self.views(out), self.parameters)
             return out
         for own, parameter, part in self._pieces(out, here):
@@ -159,7 +171,7 @@ class FlatParameters:
     @torch.no_grad()
     def write_parameters(self, values: Tensor, here: slice | None = None) -> None:
         """Copy the first m elements of a vector into the parameters of a slice, by default all."""
-        if here is None:
+        if here in (None, slice(0, self.num_elements)):
             torch._foreach_copy_(self.parameters, self.views(values))
             return
         for own, parameter, part in self._pieces(values, here):

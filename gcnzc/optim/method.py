@@ -197,7 +197,7 @@ class DistributedOptimizer(Optimizer):
     def start(self) -> None:
         """Lay out the parameters, allocate the state, and broadcast the model: the constructor."""
         self.fill_state()
-        self.flat = FlatParameters(self.param_groups)
+        self.flat = self.lay_out()
         self.record_parameters()
         self.declared = self._declare_state()
         self.connect()
@@ -211,6 +211,10 @@ class DistributedOptimizer(Optimizer):
         return f"{self.describe_options()}, workers={self.group.world_size}"
 
     # --- what a method implements
+
+    def lay_out(self) -> FlatParameters:
+        """Return the layout of the flat vector."""
+        return FlatParameters(self.param_groups)
 
     def declare(self) -> list[Field]:
         """Return the fields of the state; see `state`. Subclasses append theirs."""

@@ -1,7 +1,8 @@
 """Declare the state of an optimizer once; saving, checks, loading, resizing and size follow.
 
-A method returns a list of fields from `declare`: `Vector`, `Number`, `Errors` or `Inner`. A field
-names an attribute, and says which ranks have it and what happens to it if their number changes:
+A method returns a list of fields from `declare`: `Vector`, `Number`, `Option`, `Errors` or `Inner`.
+A field names an attribute, and says which ranks have it and what happens to it if their number
+changes:
 
     kind      on W ranks                             with another number of ranks
     shared    equal on all ranks                     unchanged
@@ -111,17 +112,23 @@ class Vector(Field):
     """a further check of a loaded tensor; also gets the loaded values"""
     is_optional: bool = False
     """whether the attribute is None at the start, and whenever the method does not use it"""
-    may_overflow: bool = False
-    """whether elements of a valid state may be infinite or NaN"""
+    may_overflow: bool | Callable[[Values], bool] = False
+    """whether elements of a valid state may be infinite or NaN; may be a function of the values"""
     on_host: bool = False
+    exists: Callable[[Values], bool] = lambda values: True
+    """whether there is a vector, given the values of the state; the attribute is None otherwise"""
     initial: float = 0
     is_computed: bool = False
     """whether the attribute is a property with a setter, which takes no memory of its own"""
 
     def allocate(self, worker: WorkerInfo) -> None:
         """See `Field`."""
-        if not self.is_computed:
-            super().allocate(worker)
+        if self.is_computed:
+            return
+        if not self.exists(Current(self.owner)):
+            setattr(self.owner, self.name, None)
+        elif getattr(self.owner, self.name, None) is None:
+            setattr(self.owner, self.name, self.initial_value(worker))
 
     def shape(self, values: Values, worker: WorkerInfo) -> tuple[int]:
         """Return the shape on this rank."""
@@ -139,6 +146,8 @@ class Vector(Field):
 
     def check(self, values: Values, worker: WorkerInfo) -> None:
         """See `Field`."""
+        if not self.exists(values):
+            return
         value, label = values.get(self.key), f"{self.key} of the state"
         if value is None and (self.is_optional or self.resize == "drop"):
             return
@@ -149,7 +158,10 @@ class Vector(Field):
         dtype = self.dtype or worker.dtype
         if value.dtype != dtype and not (value.is_floating_point() and dtype.is_floating_point):
             raise_damaged(f"{label} is {value.dtype}, not {dtype}")
-        if not self.may_overflow and not bool(value.isfinite().all()):
+        may_overflow = (
+            self.may_overflow(values) if callable(self.may_overflow) else self.may_overflow
+        )
+        if not may_overflow and not bool(value.isfinite().all()):
             raise_damaged(f"{label} has elements that are not finite")
         if self.least > -math.inf and bool((value < self.least).any()):
             raise_damaged(f"{label} has elements below {self.least:g}")
@@ -160,7 +172,7 @@ class Vector(Field):
         """See `Field`."""
         value = values.get(self.key)
         if value is None:
-            value = self.initial_value(worker)
+            value = self.initial_value(worker) if self.exists(values) else None
         else:
             device = "cpu" if self.on_host else worker.device
             value = value.to(device, self.dtype or worker.dtype, copy=True)
@@ -219,6 +231,45 @@ class Number(Field):
         """See `Field`."""
         value = values.get(self.key, self.initial)
         setattr(self.owner, self.name, list(value) if isinstance(value, list) else value)
+
+
+@dataclass(eq=False)
+class Option(Field):
+    """Whether the optimizer has an option that its state depends on; a state must have it too."""
+
+    owner: Any
+    name: str
+    kind: Kind = "shared"
+
+    @property
+    def key(self) -> str:
+        """See `Field`."""
+        return f"with {self.name}"
+
+    def allocate(self, worker: WorkerInfo) -> None:
+        """See `Field`: nothing."""
+
+    def initial_value(self, worker: WorkerInfo) -> Any:
+        """Not called: the owner sets its options before it declares its state."""
+        raise AttributeError(f"{type(self.owner).__name__} has no {self.name}")
+
+    def save(self) -> bool:
+        """See `Field`."""
+        return bool(getattr(self.owner, self.name))
+
+    def check(self, values: Values, worker: WorkerInfo) -> None:
+        """See `Field`."""
+        if not isinstance(values.get(self.key), bool):
+            raise_damaged(f"{self.key} of the state is {describe(values.get(self.key))}")
+        if values[self.key] != self.save():
+            there, here = ("without", "with") if self.save() else ("with", "without")
+            raise ValueError(
+                f"the state was saved by {self.owner.name} {there} {self.name}, but this one is "
+                f"{here} it\n\nhint: construct it with the options of the run that saved the state"
+            )
+
+    def load(self, values: Values, worker: WorkerInfo) -> None:
+        """See `Field`: nothing."""
 
 
 @dataclass(eq=False)
@@ -304,7 +355,8 @@ class Current(Mapping[str, Any]):
         self.owner = owner
 
     def __getitem__(self, name: str) -> Any:
-        return getattr(self.owner, name)
+        prefix = getattr(self.owner, "state_prefix", "")
+        return getattr(self.owner, name.removeprefix(f"{prefix} ") if prefix else name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(vars(self.owner))

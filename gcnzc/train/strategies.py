@@ -22,6 +22,7 @@ from gcnzc.optim import (
     LocalSGD,
     MuLoCo,
     Recipe,
+    SelSync,
     SparseLoCo,
     Strategy,
     StreamingDiLoCo,
@@ -30,7 +31,6 @@ from gcnzc.optim import (
     diloco,
     fedglomo,
     saps,
-    selsync,
 )
 from gcnzc.train.optimizer_options import (
     LR,
@@ -231,7 +231,7 @@ def _drop_compute(setup: TrainingSetup, arguments: dict[str, Any]) -> Distribute
 
 
 def _with_local_steps(kind: Callable[..., DistributedOptimizer]) -> Build:
-    """Return a function that builds an optimizer of `gcnzc.optim.local`."""
+    """Return a function that builds a local method."""
 
     def build(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
         run = {"signals": setup.signals, "total_steps": setup.steps, "module": setup.model}
@@ -307,7 +307,7 @@ STRATEGIES: Mapping[str, StrategyChoice] = {
         _with_local_steps(CO2), {**_OUTER, "eager_weight": "eager"}, clips_own_gradients=True
     ),
     "selsync": StrategyChoice(
-        _from_recipe(selsync),
+        _with_local_steps(SelSync),
         {**_COMPRESS, "sync_threshold": "threshold", "sync_window": "window"},
         clips_own_gradients=True,
     ),

@@ -43,7 +43,7 @@ def test_a_density_may_follow_the_name_of_a_sparse_compression(name, make):
     for text in ("0.25", ".25", "25e-2"):
         assert compression(f"{name}:{text}") == make(0.25)
     assert compression(f"{name}:1") == make(1.0)
-    for text in ("", "0", "1.5", "-0.1", "nan", "1e400", "0.1:2", "0x1"):
+    for text in ("", "0", "1.5", "-0.1", "nan", "1e400", "0.1:2", " 0.1", "0x1"):
         with pytest.raises(ValueError, match=rf"(?s)^no density .*{name}.*hint: .*{name}:0.01"):
             compression(f"{name}:{text}")
 
@@ -71,8 +71,8 @@ def test_unknown_names_are_rejected():
 
 
 def test_dtypes_that_cannot_be_sent_are_rejected():
-    with pytest.raises(ValueError, match=r"cannot send torch\.float64"):
+    with pytest.raises(ValueError, match=r"(?s)cannot send torch.float64\n\nhint: .*bfloat16"):
         Rounded(torch.float64)
     for dtype in (torch.int32, torch.complex64, "float16", 5):
-        with pytest.raises(ValueError, match=f"cannot send {dtype}"):
+        with pytest.raises(ValueError, match=rf"cannot send '?{dtype}'?\n\nhint: .*bfloat16"):
             Dense(dtype)

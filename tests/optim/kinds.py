@@ -16,6 +16,7 @@ from gcnzc.optim import (
     Muon,
     OneBitAdam,
     OneBitLamb,
+    SelSync,
     SparseLoCo,
     Strategy,
     StreamingDiLoCo,
@@ -26,7 +27,6 @@ from gcnzc.optim import (
     diloco,
     fedglomo,
     saps,
-    selsync,
 )
 
 LR = 0.01
@@ -70,10 +70,12 @@ def replicated(kind, **own):
     )
 
 
+def around(kind, **own):
+    return lambda model, group, **options: kind(adamw(model), group, **own, **options)
+
+
 def local(kind, **own):
-    return lambda model, group, **options: kind(
-        adamw(model), group, local_steps=4, **own, **options
-    )
+    return around(kind, local_steps=4, **own)
 
 
 AVERAGED = {
@@ -133,7 +135,7 @@ LOCAL = {
     # with asynchronous=True its receives belong to one simulation: test_overlapped_gossip.py
     "a2cid2": strategy(a2cid2, control_interval=2),
     "saps": strategy(saps, density=0.5, control_interval=4),
-    "selsync": strategy(selsync, window=2, threshold=0.01),
+    "selsync": around(SelSync, window=2, threshold=0.01),
     # tests call collectives after any step, so all ranks must take part in all rounds
     "backup-workers": strategy(
         backup_workers, topology="complete", grace=math.inf, control_interval=2
@@ -189,7 +191,7 @@ LOCAL_VARIANTS = {
     "co2 eager sign": local(CO2, **EAGER, compress=SIGN),
     "a2cid2 plain": strategy(a2cid2, eta=0.0, topology="complete"),
     "saps measured": strategy(saps, density=0.25, probe_interval=3),
-    "selsync sign": strategy(selsync, window=3, threshold=0.3, compress=SIGN),
+    "selsync sign": around(SelSync, window=3, threshold=0.3, compress=SIGN),
 }
 VARIANTS = LOCAL_VARIANTS | {
     "fedglomo of one participant": with_closure(fedglomo, local_steps=3, participants=1),

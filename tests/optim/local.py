@@ -6,8 +6,9 @@ import torch
 from optim.models import Everything, batches, loss_of
 
 from gcnzc.exchange import Group, lockstep
-from gcnzc.optim import CO2, AllRanks
-from gcnzc.optim.local.sync_interval import Clocks
+from gcnzc.optim import CO2
+from gcnzc.optim.sharded import padded_size
+from gcnzc.optim.sync_interval import Clocks
 
 
 def sgd(parameters):
@@ -47,18 +48,14 @@ def team(world_size, make, inner=sgd, dtype=torch.float64):
 
 def sent_by_step(optimizer):
     """Return the bytes that a rank sends for an outer step of DiLoCo or CO2, by formula."""
-    exchange, others = optimizer.recipe.exchange, optimizer.group.world_size - 1
-    is_co2 = isinstance(optimizer, CO2)
-    mean, size = exchange.exchange if is_co2 else exchange, optimizer.flat_params.dtype.itemsize
-    if isinstance(mean, AllRanks):
-        distances = is_co2 and optimizer.recipe.policy.step.gap.is_measured
-        return mean.bytes_sent() + 8 * others * distances
-    extras = optimizer.extras
-    if is_co2:
-        # a distance with each shard, and the sum of the extras
-        summed = 2 * others * extras * size // (others + 1)
-        return others * (2 * mean.shard_size + 1) * size + summed
-    return others * (2 * mean.shard_size + extras) * size
+    flat, world_size, is_co2 = optimizer.flat, optimizer.group.world_size, type(optimizer) is CO2
+    count, others = flat.num_elements, world_size - 1
+    layers = flat.worker_info(0, world_size).layers
+    sent = optimizer.compress.bytes_sent(count, world_size, optimizer.extras, layers)
+    if optimizer.sharded:
+        # the anchor, of CO2 with the distance
+        return sent + others * 4 * (padded_size(count, world_size) // world_size + is_co2)
+    return sent + 8 * others * (is_co2 and optimizer.gap_name not in ("none", "4.0"))
 
 
 def gradients_of(model, optimizer, rows):

@@ -104,7 +104,10 @@ def test_without_a_fault_the_parameters_are_equal(name):
 
 
 # parts of `algorithm` that the base classes call, and subclasses define
-PARTS = {"take_step", "advance", "finish", "mean_gradients", "clip_gradients", "exchange_gradients"}
+PARTS = {
+    *("take_step", "advance", "finish", "mean_gradients", "clip_gradients", "exchange_gradients"),
+    *("find_due", "exchange", "compute", "apply", "gather", "sum_common", "mean_parameters"),
+}
 OPTIMIZERS = [
     each
     for each in vars(gcnzc.optim).values()

@@ -5,8 +5,8 @@ import torch
 from optim.models import Everything
 from torch import nn
 
-from gcnzc.optim.flat_parameters import FlatParameters
-from gcnzc.optim.local.fragments import split_into_fragments
+from gcnzc.exchange import Group
+from gcnzc.optim import StreamingDiLoCo
 
 
 class Layers(nn.Module):
@@ -17,105 +17,103 @@ class Layers(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
 
-def flat_params_of(model):
-    return FlatParameters(torch.optim.SGD(model.parameters(), lr=1.0).param_groups)
+def of(model, fragments, **options):
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    return StreamingDiLoCo(inner, Group(0, 2), fragments=fragments, **options)
 
 
-def check_every_element_once(flat_params, fragments):
+def by_name(model, fragments):
+    return of(model, fragments, named_parameters=model.named_parameters())
+
+
+def parameters_of(optimizer):
+    """The numbers that identify the parameters of each fragment."""
+    bounds = [(fragment.here.start, fragment.here.stop) for fragment in optimizer.fragments]
+    segments = optimizer.flat.segments
+    return [
+        [id(each.parameter) for each in segments if begin <= each.here.start < end]
+        for begin, end in bounds
+    ]
+
+
+def check_every_element_once(optimizer):
     """Each fragment writes a number of its own; every element gets one, and is read back."""
-    assert sum(fragment.num_elements for fragment in fragments) == flat_params.num_elements
-    seen = torch.zeros(flat_params.num_elements, dtype=torch.int64)
-    for number, fragment in enumerate(fragments, 1):
-        flat_params.write_parameters(flat_params.zeros())
-        before = torch.arange(1, fragment.num_elements + 1).to(flat_params.dtype)
-        fragment.write(before)
-        written = flat_params.read_parameters(flat_params.empty())
-        assert int((written != 0).sum()) == fragment.num_elements, fragment.name
-        seen[written != 0] += number
-        seen[written != 0] += 1000
-        assert torch.equal(fragment.read(torch.empty_like(before)), before)
-    assert bool((seen // 1000 == 1).all())
+    flat = optimizer.flat
+    assert sum(each.num_elements for each in optimizer.fragments) == flat.num_elements
+    for number, fragment in enumerate(optimizer.fragments, 1):
+        flat.write_parameters(torch.full((fragment.num_elements,), float(number)), fragment.here)
+    written = torch.cat([each.detach().reshape(-1) for each in flat.parameters])
+    for number, fragment in enumerate(optimizer.fragments, 1):
+        assert int((written == number).sum()) == fragment.num_elements
+        read = flat.read_parameters(torch.empty(fragment.num_elements), fragment.here)
+        assert bool((read == number).all())
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 100])
 def test_slices_cover_every_element_once_and_have_nearly_equal_sizes(count):
-    flat_params = flat_params_of(Everything())
-    fragments = split_into_fragments(flat_params, count)
-    assert len(fragments) == count
-    check_every_element_once(flat_params, fragments)
-    sizes = [fragment.num_elements for fragment in fragments]
+    optimizer = of(Everything(), count)
+    assert len(optimizer.fragments) == count
+    check_every_element_once(optimizer)
+    sizes = [fragment.num_elements for fragment in optimizer.fragments]
     assert max(sizes) - min(sizes) <= 1
 
 
 def test_there_are_at_most_as_many_slices_as_elements():
-    flat_params = flat_params_of(nn.Linear(2, 2))
-    check_every_element_once(flat_params, split_into_fragments(flat_params, 6))
+    check_every_element_once(of(nn.Linear(2, 2), 6))
     for count in (0, 7):
         with pytest.raises(ValueError, match=f"{count} fragments of 6 elements"):
-            split_into_fragments(flat_params, count)
+            of(nn.Linear(2, 2), count)
 
 
 def test_a_fragment_for_each_module():
     model = Layers()
-    fragments = split_into_fragments(flat_params_of(model), "modules", model.named_parameters())
-    assert [(each.name, each.num_elements) for each in fragments] == [
-        ("the model", 1),
-        ("layers.0", 12),
-        ("layers.1", 12),
-        ("head.0", 8),
-        ("head.1", 4),
-    ]
-    check_every_element_once(flat_params_of(model), fragments)
+    optimizer = by_name(model, "modules")
+    layers = [model.layers[0], model.layers[1], *model.head]
+    expected = [[id(model.scale)], *([id(p) for p in each.parameters()] for each in layers)]
+    assert parameters_of(optimizer) == expected
+    check_every_element_once(optimizer)
 
 
 def test_fragments_by_names_and_the_rest():
     model = Layers()
-    fragments = split_into_fragments(
-        flat_params_of(model), [r"bias$", r"^layers"], model.named_parameters()
-    )
-    assert [(each.name, each.num_elements) for each in fragments] == [
-        ("bias$", 10),
-        ("^layers", 18),
-        ("the rest", 9),
-    ]
-    check_every_element_once(flat_params_of(model), fragments)
+    optimizer = by_name(model, [r"bias$", r"^layers"])
+    assert [each.num_elements for each in optimizer.fragments] == [10, 18, 9]
+    check_every_element_once(optimizer)
     with pytest.raises(ValueError, match="no parameter for the fragment 'tail'"):
-        split_into_fragments(flat_params_of(model), ["head", "tail"], model.named_parameters())
+        by_name(model, ["head", "tail"])
 
 
 def test_tied_and_frozen_parameters_and_those_without_a_name():
     model = Everything()
-    fragments = split_into_fragments(
-        flat_params_of(model), "modules", model.named_parameters(remove_duplicate=False)
+    optimizer = of(
+        model, "modules", named_parameters=model.named_parameters(remove_duplicate=False)
     )
-    check_every_element_once(flat_params_of(model), fragments)
-    names = [fragment.name for fragment in fragments]
-    assert names.count("first") == 1
+    check_every_element_once(optimizer)
     with pytest.raises(ValueError, match=r"(?s)no name for group 0, parameter 1.*named_parameters"):
-        split_into_fragments(flat_params_of(model), "modules")
+        of(model, "modules")
     for wrong in ("layers", ["("], [], 1.5, None):
         with pytest.raises(ValueError, match=rf"fragments is {re.escape(repr(wrong))}\n\nhint: "):
-            split_into_fragments(flat_params_of(model), wrong, model.named_parameters())
+            by_name(model, wrong)
 
 
 def test_parameters_that_are_not_contiguous():
     model = nn.Linear(3, 4)
     model.weight = nn.Parameter(torch.arange(12.0).view(3, 4).t())
     assert not model.weight.is_contiguous()
-    flat_params = flat_params_of(model)
-    fragments = split_into_fragments(flat_params, 3)
-    expected = flat_params.read_parameters(flat_params.empty())
-    read = [each.read(torch.empty(each.num_elements)) for each in fragments]
-    assert torch.equal(torch.cat(read), expected)
-    check_every_element_once(flat_params, fragments)
+    optimizer = of(model, 3)
+    flat, parts = optimizer.flat, optimizer.fragments
+    read = [flat.read_parameters(torch.empty(each.num_elements), each.here) for each in parts]
+    assert torch.equal(torch.cat(read), flat.values)
+    check_every_element_once(optimizer)
 
 
 def test_half_precision_is_read_exactly_and_rounded_when_written():
     model = nn.Linear(3, 4).bfloat16()
-    flat_params = flat_params_of(model)
-    (fragment,) = split_into_fragments(flat_params, 1)
-    values = fragment.read(flat_params.empty())
-    assert torch.equal(values[:12].view(4, 3), model.weight.float())
-    fragment.write(values + 1)
-    assert model.weight.dtype == torch.bfloat16
-    assert torch.equal(model.bias, (values[12:] + 1).bfloat16())
+    flat = of(model, 1).flat
+    for here in (slice(0, 16), slice(2, 14)):
+        values = flat.read_parameters(torch.empty(here.stop - here.start), here)
+        expected = torch.cat([model.weight.reshape(-1), model.bias]).float()[here]
+        assert torch.equal(values, expected)
+        flat.write_parameters(values + 1, here)
+        after = torch.cat([model.weight.reshape(-1), model.bias])[here]
+        assert torch.equal(after, (expected + 1).bfloat16())

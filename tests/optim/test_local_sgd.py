@@ -13,7 +13,7 @@ from torch import nn
 
 from gcnzc.compress import Dense, Sign
 from gcnzc.exchange import Group, lockstep
-from gcnzc.optim.local.local_sgd import LocalSGD
+from gcnzc.optim import LocalSGD
 
 HALF = Dense(torch.float16)
 
@@ -31,7 +31,7 @@ def test_means_of_differences_are_means_of_parameters():
     assert all_equal(models)
     torch.testing.assert_close(vector_of(models[0]), vector_of(plain[0]), rtol=0, atol=1e-12)
     # from the last mean on, not from the first parameters
-    assert all(torch.equal(each.recipe.update.anchor, each.vector()) for each in optimizers)
+    assert all(torch.equal(each.anchor, each.parameters) for each in optimizers)
 
 
 @pytest.mark.parametrize("compress", [Dense(), HALF, Sign(block=64)], ids=["dense", "half", "sign"])
@@ -43,7 +43,7 @@ def test_bytes_and_requests_are_as_stated(compress):
         "builtin",
         [taught(model, optimizer, 15) for model, optimizer in pairs],
     )
-    count = optimizers[0].flat_params.num_elements
+    count = optimizers[0].flat.num_elements
     for ledger in found.ledgers:
         # ring's parts differ by an element
         stated = 3 * compress.bytes_sent(count, 4, 4)

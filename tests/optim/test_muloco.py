@@ -71,7 +71,7 @@ def test_two_bits_per_element_are_sent_and_suffice():
     state = torch.get_rng_state()
     _, (first, *_), outcome, right = learn(4, 60, every(6))
     # ten synchronizations, and the comparison of options before the first
-    count = first.flat_params.num_elements
+    count = first.flat.num_elements
     sent = INT2.bytes_sent(count, 4, first.extras)
     first_bytes = outcome.ledgers[0].bytes_sent - 10 * sent
     torch.set_rng_state(state)

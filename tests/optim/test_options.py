@@ -18,6 +18,7 @@ from gcnzc.optim import (
     Muon,
     OneBitAdam,
     OneBitLamb,
+    SelSync,
     Strategy,
     StreamingDiLoCo,
     ZeroOneAdam,
@@ -27,9 +28,8 @@ from gcnzc.optim import (
     diloco,
     fedglomo,
     saps,
-    selsync,
 )
-from gcnzc.optim.local.sync_interval import INITIAL_STEPS
+from gcnzc.optim.sync_interval import INITIAL_STEPS
 
 ADAMS = (OneBitAdam, OneBitLamb, ZeroOneAdam)
 HALF, SIGN = Dense(torch.float16), Sign()
@@ -145,7 +145,7 @@ REFUSED = [
         ({"bandwidth": np.ones((3, 3))}, "bandwidths of 3 ranks for 2 ranks"),
     ),
     *refused(
-        selsync,
+        SelSync,
         2,
         ({"threshold": -1.0}, "threshold is -1.0"),
         ({"window": 10**9}, "window is 1000000000\n\nhint: give a whole number from 1 to 10000"),
@@ -163,16 +163,11 @@ REFUSED = [
         ({"quorum": 2}, "a quorum of 2 of 4 ranks\n\nhint: give 3 to 4"),
         ({"quorum": 5}, "a quorum of 5 of 4 ranks"),
         ({"quorum": 3, "grace_s": -1}, "grace_s is -1"),
-        ({"quorum": 3, "compress": SIGN}, "quorum with compress"),
-        ({"quorum": 3, "sharded": True}, "quorum with sharded"),
-        ({"quorum": 3, "alone": True}, "quorum with alone"),
-        ({"quorum": 3, "local_steps": "auto"}, "quorum with local_steps='auto'"),
     ),
     *refused(
         diloco,
         1,
         ({"quorum": 2}, "a quorum of 2 of 1 ranks\n\nhint: give 1"),
-        ({"grace_s": 1.0}, "grace_s is 1.0 without a quorum\n\nhint: "),
     ),
     *refused(
         fedglomo,
@@ -230,7 +225,7 @@ DIFFERENT = [
     (a2cid2, {"gossip_rate": 1}, {"gossip_rate": 2}, "gossip_rate=1.*gossip_rate=2"),
     (saps, {"seed": 0}, {"seed": 1}, ""),
     (saps, {"bandwidth": np.ones((2, 2))}, {"bandwidth": np.full((2, 2), 2.0)}, ""),
-    (selsync, {"threshold": 0.1}, {"threshold": 1.1}, "threshold=0.1.*threshold=1.1"),
+    (SelSync, {"threshold": 0.1}, {"threshold": 1.1}, "threshold=0.1.*threshold=1.1"),
 ]
 
 

@@ -15,14 +15,14 @@ from gcnzc.exchange import Compute, Crash, Group, Link, SlowDown, lockstep
 from gcnzc.optim import (
     CO2,
     Averaged,
+    DiLoCo,
+    LocalSGD,
+    SelSync,
     Strategy,
     StreamingDiLoCo,
     a2cid2,
     backup_workers,
-    diloco,
-    local_sgd,
     saps,
-    selsync,
 )
 
 LR = 0.1
@@ -32,12 +32,14 @@ NUM_QUICK = 4
 # by name, an optimizer whose mean over the ranks is that of independent ranks
 MAKERS = {
     "averaged": lambda inner, group, seed: Averaged(inner, group),
-    "local_sgd": lambda inner, group, seed: Strategy(inner, local_sgd(2), group),
-    "diloco": lambda inner, group, seed: Strategy(inner, diloco(2, 1.0, 0.0), group),
+    "local_sgd": lambda inner, group, seed: LocalSGD(inner, group, local_steps=2),
+    "diloco": lambda inner, group, seed: DiLoCo(
+        inner, group, local_steps=2, outer_lr=1.0, outer_momentum=0.0
+    ),
     "streaming diloco": lambda inner, group, seed: StreamingDiLoCo(
         inner, group, local_steps=3, fragments=2, outer_lr=1.0, outer_momentum=0.0, mixing=1.0
     ),
-    "selsync": lambda inner, group, seed: Strategy(inner, selsync(0.1, 2), group),
+    "selsync": lambda inner, group, seed: SelSync(inner, group, threshold=0.1, window=2),
     "saps": lambda inner, group, seed: Strategy(inner, saps(0.5, seed=seed), group),
     "a2cid2": lambda inner, group, seed: Strategy(inner, a2cid2(eta=0.0), group),
     "a2cid2 overlapped": lambda inner, group, seed: Strategy(

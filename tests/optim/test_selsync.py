@@ -7,6 +7,7 @@ from optim.local import (
     adamw,
     all_equal,
     mean_of,
+    sent_by_step,
     sgd,
     team,
     train,
@@ -17,14 +18,14 @@ from torch import nn
 
 from gcnzc.compress import Dense
 from gcnzc.exchange import lockstep
-from gcnzc.optim import Strategy, local_sgd, selsync
+from gcnzc.optim import LocalSGD, SelSync
 
 # some steps of `batches` are above it and some below
 THRESHOLD = 0.3
 
 
 def make(**options):
-    return lambda inner, group: Strategy(inner, selsync(**options), group)
+    return lambda inner, group: SelSync(inner, group, **options)
 
 
 def shares(world_size, steps):
@@ -111,7 +112,7 @@ def test_one_rank_is_sufficient_to_synchronize_all():
         models[1].first.weight.mul_(30)
     train(models, optimizers, 5, 4)
     assert all_equal(models)
-    changes = [each.recipe.policy.change for each in optimizers]
+    changes = [each.change for each in optimizers]
     assert changes[1] >= 50 > max(changes[0], changes[2])
 
 
@@ -147,9 +148,8 @@ def test_bytes_are_votes_and_means(world_size):
         )
         is_due = optimizers[0].num_exchanges > before
         found.append(is_due)
-        exchange = optimizers[0].recipe.exchange
         # a vote and a bit of 8 bytes
-        expected = 2 * (world_size - 1) * 2 * 8 / world_size + is_due * exchange.bytes_sent()
+        expected = 2 * (world_size - 1) * 2 * 8 / world_size + is_due * sent_by_step(optimizers[0])
         for ledger in outcome.ledgers:
             # parts of a ring differ by an element
             assert abs(ledger.bytes_sent - expected) <= 4 * 2 * world_size * 8
@@ -164,24 +164,10 @@ def _one_step(model, optimizer, step):
     yield from optimizer.algorithm()
 
 
-def test_a_recipe_belongs_to_one_optimizer():
-    recipe = selsync()
-    Strategy(sgd(nn.Linear(2, 2).parameters()), recipe)
-    with pytest.raises(ValueError, match="a recipe of SelSync that another optimizer uses"):
-        Strategy(sgd(nn.Linear(2, 2).parameters()), recipe)
-
-
-def test_its_name_is_that_of_the_recipe():
-    optimizer = Strategy(sgd(nn.Linear(2, 2).parameters()), selsync(compress=Dense(torch.float16)))
-    assert repr(optimizer).startswith("SelSync(threshold=0.3, window=25, ")
+def test_its_state_belongs_to_its_class():
+    optimizer = SelSync(sgd(nn.Linear(2, 2).parameters()), compress=Dense(torch.float16))
+    assert "local_steps=1, threshold=0.3, window=25) of SGD" in repr(optimizer)
     state = optimizer.state_dict()
-    other = Strategy(sgd(nn.Linear(2, 2).parameters()), local_sgd())
+    other = LocalSGD(sgd(nn.Linear(2, 2).parameters()))
     with pytest.raises(ValueError, match="the state of SelSync, not of LocalSGD"):
         other.load_state_dict(state)
-
-
-@pytest.mark.parametrize("recipe", [selsync, "selsync", None])
-def test_what_is_no_recipe_is_rejected(recipe):
-    parameters = [torch.nn.Parameter(torch.zeros(3))]
-    with pytest.raises(TypeError, match=r"as its recipe\n\nhint: call the function of a strategy"):
-        Strategy(torch.optim.SGD(parameters), recipe)

@@ -21,9 +21,8 @@ from torch import nn
 
 from gcnzc.compress import Dense, Sign
 from gcnzc.exchange import Compute, Group, Link, lockstep
-from gcnzc.optim.local.diloco import DiLoCo
-from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo
-from gcnzc.optim.local.sync_interval import NUM_MEASURED, WARM_UP
+from gcnzc.optim import DiLoCo, StreamingDiLoCo
+from gcnzc.optim.sync_interval import NUM_MEASURED, WARM_UP
 
 HALF = Dense(torch.float16)
 
@@ -33,9 +32,8 @@ def every(steps, **options):
 
 
 def pending_of(optimizer):
-    """The pending exchanges of fragments."""
-    exchanges = optimizer.recipe.exchange.exchanges
-    return [each.pending for each in exchanges if each.pending is not None]
+    """The fragments whose exchange is pending."""
+    return [each for each in optimizer.fragments if each.due]
 
 
 def by_the_equations(start, gradient, world_size, steps, h, slices, delay, mixing, lr, momentum):
@@ -143,7 +141,7 @@ def test_bytes_and_requests_are_as_stated(compress):
     )
     optimizer = optimizers[0]
     means = [5, 10, 15, 7, 12, 8, 13]
-    counts = [fragment.num_elements for fragment in optimizer.recipe.update.fragments]
+    counts = [fragment.num_elements for fragment in optimizer.fragments]
     window = sum(compress.bytes_sent(count, world_size, 4) for count in counts)
     stated = 2 * window + compress.bytes_sent(counts[0], world_size, 4)
     for ledger in found.ledgers:
@@ -154,13 +152,13 @@ def test_bytes_and_requests_are_as_stated(compress):
 
 def test_memory_is_two_vectors_and_the_pending_fragments():
     models, optimizers = team(2, every(6, fragments=4, delay=4))
-    count = optimizers[0].flat_params.num_elements
+    count = optimizers[0].flat.num_elements
     lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     begins = {round(p * 6 / 4) + 6 * r: p for p in range(4) for r in range(1, 4)}
     for step in range(1, 20):
         train(models, optimizers, step, step - 1)
         flying = [begins[each] for each in range(step - 3, step + 1) if each in begins]
-        expected = sum(optimizers[0].recipe.update.fragments[p].num_elements + 2 for p in flying)
+        expected = sum(optimizers[0].fragments[p].num_elements for p in flying)
         assert optimizers[0].state_bytes == (2 * count + expected) * 8
 
 
@@ -180,7 +178,7 @@ def test_exchanges_over_a_slow_network_overlap_with_steps():
         make = every(4, fragments=1, delay=delay)
         models, optimizers = team(2, make, dtype=torch.float32)
         lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
-        size = optimizers[0].flat_params.num_elements * 4
+        size = optimizers[0].flat.num_elements * 4
         found = lockstep(
             [timed(*pair) for pair in zip(models, optimizers, strict=True)],
             Link(bytes_per_s=size / 0.12),
@@ -194,21 +192,20 @@ def test_a_fragment_whose_mean_overflows_changes_nothing():
     make = every(4, fragments=2, delay=1, compress=HALF)
     models, optimizers = team(2, make, sgd, torch.float32)
     train(models, optimizers, 3)
-    updates = [each.recipe.update for each in optimizers]
-    kept = [(each.anchor.clone(), each.momentum.clone()) for each in updates]
-    count = updates[0].fragments[0].num_elements
+    kept = [(each.anchor.clone(), each.momentum.clone()) for each in optimizers]
+    count = optimizers[0].fragments[0].num_elements
     with torch.no_grad():
         models[0].unused[0] = 1e6
     train(models, optimizers, 5, 3)
     for (anchor, momentum), optimizer in zip(kept, optimizers, strict=True):
-        assert torch.equal(optimizer.recipe.update.anchor, anchor)
-        assert torch.equal(optimizer.recipe.update.momentum, momentum)
+        assert torch.equal(optimizer.anchor, anchor)
+        assert torch.equal(optimizer.momentum, momentum)
         assert optimizer.dropped == 1
         assert optimizer.skip_reason.startswith("synchronization skipped: ")
     train(models, optimizers, 7, 5)
     for (anchor, _), optimizer in zip(kept, optimizers, strict=True):
         # the other fragment is not concerned
-        after = optimizer.recipe.update.anchor
+        after = optimizer.anchor
         assert torch.equal(after[:count], anchor[:count])
         assert not torch.equal(after[count:], anchor[count:])
         assert optimizer.dropped == 1
@@ -228,7 +225,7 @@ def test_fragments_by_module():
     made = [Everything() for _ in range(2)]
     models = iter(made)
     optimizers = [make(sgd(model.parameters()), Group(rank, 2)) for rank, model in enumerate(made)]
-    assert len(optimizers[0].recipe.update.fragments) == 4
+    assert len(optimizers[0].fragments) == 4
     train(made, optimizers, 8)
     lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert all_equal(made)

@@ -1,4 +1,4 @@
-"""Exchanges of all ranks: a compressed mean, or a mean that is sharded over the ranks."""
+"""Exchanges of all ranks: a compressed mean."""
 
 from abc import abstractmethod
 
@@ -6,12 +6,10 @@ from torch import Tensor
 
 from gcnzc.compress import Compression, Dense
 from gcnzc.compress.registry import check_compression
-from gcnzc.exchange import Algorithm, ReduceScatter, Sum
-from gcnzc.optim.resize import shard_bounds
+from gcnzc.exchange import Algorithm
 from gcnzc.optim.strategy.finite_mean import (
     Reduction,
     complete_mean,
-    exclude_zeros,
     prepare_mean,
     reduce,
 )
@@ -20,7 +18,7 @@ from gcnzc.optim.strategy.strategy import Strategy
 
 
 class Collective(Exchange):
-    """An exchange of all ranks, whose reduction may overlap with the local steps; see `Delayed`."""
+    """An exchange of all ranks."""
 
     source: Update
     """the update whose vectors are exchanged; set before `attach` if it is not the recipe's"""
@@ -86,53 +84,3 @@ class AllRanks(Collective):
         strategy = self.strategy
         count, layers = self.reducer.num_elements, strategy.worker_info.layers
         return self.compress.bytes_sent(count, strategy.group.world_size, strategy.extras, layers)
-
-
-class Shards(Collective):
-    """The mean over all ranks whose vector is finite; each rank gets its shard of it."""
-
-    def attach(self, strategy: Strategy) -> None:
-        """See `RecipePart`."""
-        super().attach(strategy)
-        count, world_size = self.source.num_elements, strategy.group.world_size
-        self.shard_size = shard_bounds(count, 0, world_size)[1]
-        """s, the number of elements of a shard; the shards of the last ranks may be smaller"""
-        self.begin, self.end = shard_bounds(count, strategy.group.rank, world_size)
-
-    def describe(self) -> str:
-        """See `Exchange`."""
-        return "sharded=True"
-
-    def reduce(self, values: Tensor) -> Algorithm[Reduction]:
-        """See `Collective`; the mean is elements `begin` to `end`."""
-        strategy, shard_size = self.strategy, self.shard_size
-        count, world_size = self.source.num_elements, strategy.group.world_size
-        # a row for each rank: its shard and the extras
-        rows = values.new_zeros(world_size, shard_size + strategy.extras)
-        for row, part in zip(rows, values[:count].split(shard_size), strict=False):
-            row[: len(part)] = part
-        rows[:, shard_size:] = values[count:]
-        summed = yield ReduceScatter(rows.view(-1))
-        sums = summed[shard_size:].tolist()
-        mean = summed[: self.end - self.begin].div_(world_size)
-        return Reduction(exclude_zeros(mean, sums, world_size), sums)
-
-
-class PaddedShards(Shards):
-    """`Shards` without a copy of the vector, with one more message: the extras have their own sum.
-
-    The memory of an exchange, which `Delayed` keeps for many steps, is padded to equal shards.
-    """
-
-    @property
-    def num_buffered(self) -> int:
-        """See `Collective`: W shards."""
-        return self.shard_size * self.strategy.group.world_size
-
-    def reduce(self, values: Tensor) -> Algorithm[Reduction]:
-        """See `Shards`."""
-        padded = self.num_buffered
-        sums = (yield Sum(values[padded:])).tolist()
-        summed = yield ReduceScatter(values[:padded])
-        count = round(sums[0])
-        return Reduction(summed[: self.end - self.begin] / count if count else None, sums)

@@ -5,7 +5,7 @@
     a   <- a - lr (d + m b)                          Nesterov momentum; lr b without it
     x_i <- a
 
-Notation: W ranks, n elements, s elements of a rank's shard, m elements of any of these vectors.
+Notation: W ranks, n elements, m elements of any of these vectors.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc.exchange import Algorithm, AllGather
-from gcnzc.kernels.finite import are_finite
+from gcnzc.exchange import Algorithm
 from gcnzc.optim.flat_parameters import tiles
 from gcnzc.optim.state_layout import SavedTensor
-from gcnzc.optim.strategy.all_ranks import Shards
 from gcnzc.optim.strategy.parameter_mean import DifferenceMean
-from gcnzc.optim.strategy.recipe import BaseUpdate, Update
+from gcnzc.optim.strategy.recipe import BaseUpdate
 from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.validation import check_at_least_zero, check_fraction
 from gcnzc.system.arguments import check_flag
@@ -47,7 +45,7 @@ class OuterSGD:
 
     @torch.no_grad()
     def step(self, anchor: Tensor, buffer: Tensor, difference: Tensor) -> None:
-        """Update the anchor and the momentum in place, of all elements, a shard or a fragment.
+        """Update the anchor and the momentum in place.
 
         Args:
             anchor: (m,), the parameters at the last outer step.
@@ -122,73 +120,3 @@ class OuterStep(OuterState, DifferenceMean):
         self.strategy.set_parameters(self.anchor)
         return
         yield
-
-
-class ShardedOuterStep(Update):
-    """Exchange the parameters, take the outer step for this rank's shard, and all-gather shards.
-
-    Args:
-        outer: the outer optimizer.
-        shards: the exchange, which computes shards of the mean.
-    """
-
-    anchor: Tensor
-    """(s,): this rank's shard of the parameters at the last outer step"""
-    momentum: Tensor
-    """(s,): this rank's shard of the outer momentum"""
-
-    def __init__(self, outer: OuterSGD, shards: Shards) -> None:
-        self.outer, self.shards = outer, shards
-
-    def attach(self, strategy: Strategy) -> None:
-        """See `RecipePart`."""
-        super().attach(strategy)
-        # no elements before `initialize`
-        self.anchor = self.momentum = strategy.flat_params.zeros()[:0]
-
-    def describe(self) -> str:
-        """See `Update`."""
-        return self.outer.describe()
-
-    def initialize(self) -> None:
-        """See `RecipePart`."""
-        self.reinitialize()
-        self.momentum = torch.zeros_like(self.anchor)
-
-    def reinitialize(self) -> None:
-        """See `RecipePart`."""
-        self.anchor = self.strategy.vector()[self.shards.begin : self.shards.end].clone()
-
-    def read(self, out: Tensor) -> None:
-        """See `Update`."""
-        self.strategy.flat_params.read_parameters(out)
-
-    def apply(self, mean: Tensor) -> Algorithm[None]:
-        """See `Update`."""
-        anchor, momentum = self.anchor.clone(), self.momentum.clone()
-        self.outer.step(anchor, momentum, anchor - mean)
-        sent = anchor.new_zeros(self.shards.shard_size)
-        sent[: len(anchor)] = anchor
-        parameters = (yield AllGather(sent)).view(-1)[: self.num_elements]
-        # all ranks detect a sum that overflows on one rank
-        if not bool(are_finite(parameters)):
-            self.strategy.record_drop("synchronization skipped: the mean overflows")
-            return
-        self.anchor, self.momentum = anchor, momentum
-        self.strategy.set_parameters(parameters)
-
-    def shard_state(self) -> dict[str, Tensor]:
-        """See `RecipePart`."""
-        return {"anchor": self.anchor, "momentum": self.momentum}
-
-    def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
-        """See `RecipePart`."""
-        shard = SavedTensor((self.shards.end - self.shards.begin,))
-        return {"anchor": shard, "momentum": shard}
-
-    def load(
-        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
-    ) -> None:
-        """See `RecipePart`."""
-        self.anchor = self.strategy.vector(shards["anchor"])
-        self.momentum = self.strategy.vector(shards["momentum"])

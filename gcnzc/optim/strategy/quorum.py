@@ -30,14 +30,50 @@ from torch import Tensor
 from gcnzc.exchange import Algorithm, Receive, Send, Start, Sum, Wait, among
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.checksums import sum_of_bits
+from gcnzc.optim.defaults import DILOCO
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.group_options import NORMS, find_difference, format_norms
 from gcnzc.optim.strategy.all_ranks import AllRanks
 from gcnzc.optim.strategy.close_rounds import CloseRounds
 from gcnzc.optim.strategy.outer_step import OuterSGD, OuterStep
+from gcnzc.optim.strategy.recipe import Recipe
 from gcnzc.optim.strategy.rounds import ClosedRound, RankStatus, RoundRules, StatusKind
 from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.validation import check_at_least_zero, check_count
+
+
+def diloco(
+    local_steps: int = DILOCO.local_steps,
+    outer_lr: float = DILOCO.outer_lr,
+    outer_momentum: float = DILOCO.outer_momentum,
+    *,
+    quorum: int,
+    nesterov: bool = True,
+    grace_s: float = 0.0,
+    control_interval: int = 32,
+) -> Recipe:
+    """Return the recipe of DiLoCo with a quorum.
+
+    An outer step begins as soon as at least `quorum` ranks have taken H steps, and uses the
+    differences of these ranks. As with `backup_workers`, do not run other collectives between two
+    steps.
+
+    Args:
+        local_steps: H.
+        outer_lr: the learning rate of the outer optimizer.
+        outer_momentum: the momentum of the outer optimizer.
+        quorum: the number of ranks, more than half of them, that an outer step needs.
+        nesterov: whether to use Nesterov momentum.
+        grace_s: the seconds for which an outer step waits for further ranks.
+        control_interval: the number of steps from one sum of signals to the next; see
+            `backup_workers`. A fast rank is ahead of a slow one by at most twice as many steps.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+    rounds = Quorum(quorum, grace_s, control_interval)
+    step = QuorumOuterStep(OuterSGD(outer_lr, outer_momentum, nesterov), rounds)
+    return Recipe("DiLoCo", rounds, step, QuorumMean(rounds, step), local_steps=local_steps)
 
 
 class QuorumRules(RoundRules):

@@ -104,7 +104,7 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
     # with another number of ranks, the counters are means
     strategy.skipped, strategy.dropped = map(round, local["counters"].tolist())
     if interval.requested == "auto" and numbers["local_steps"]:
-        interval.steps, interval.is_measuring = numbers["local_steps"], False
+        interval.measured = numbers["local_steps"]
     strategy.load_errors(snapshot["errors"])
     strategy.is_broadcast, strategy.is_in_sync = True, "parameters" in shared
     own = (shared if strategy.is_in_sync else local)["parameters"]

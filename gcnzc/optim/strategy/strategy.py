@@ -18,13 +18,13 @@ from gcnzc.optim.finite_gradients import delete_nonfinite_state, have_finite_gra
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.late_phase import FEWER_LOCAL_STEPS
-from gcnzc.optim.local.sync_interval import MAX_OVERLAP_SHARE, MAX_SHARE, Clocks, SyncInterval
 from gcnzc.optim.method import identify_caller
 from gcnzc.optim.strategy.control import Control
 from gcnzc.optim.strategy.finite_mean import complete_mean, prepare_mean, reduce
 from gcnzc.optim.strategy.overlapped_control import OverlappedControl
 from gcnzc.optim.strategy.recipe import Recipe
 from gcnzc.optim.strategy.state import load_snapshot, take_snapshot
+from gcnzc.optim.sync_interval import MAX_OVERLAP_SHARE, MAX_SHARE, Clocks, SyncInterval
 from gcnzc.optim.validation import check_no_unknown
 from gcnzc.optim.wrapper import Wrapper
 

@@ -16,7 +16,14 @@ from gcnzc.exchange import Group
 from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.models.hetero import HeteroModel
-from gcnzc.optim import DistributedOptimizer, DropCompute, SparseAdagrad, SparseAdam, Strategy
+from gcnzc.optim import (
+    DistributedOptimizer,
+    DropCompute,
+    LocalMethod,
+    SparseAdagrad,
+    SparseAdam,
+    Strategy,
+)
 from gcnzc.system.array_file import verify_arrays, write_arrays
 from gcnzc.train.checkpoint import RESTORE
 from gcnzc.train.config import TrainConfig
@@ -250,7 +257,7 @@ def check_optimizer(
             f"--strategy {config.strategy}: {which}, which this strategy does not support\n\n"
             "hint: omit --strategy, or give the node type features"
         )
-    if isinstance(optimizer, Strategy) and optimizer.group.world_size > 1:
+    if isinstance(optimizer, LocalMethod | Strategy) and optimizer.group.world_size > 1:
         raise ValueError(
             f"--strategy {config.strategy} with {optimizer.group.world_size} workers: {which}, "
             "which the workers exchange in each step\n\n"

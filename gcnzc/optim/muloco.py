@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from gcnzc.compress import Blocks, Compression
 from gcnzc.exchange import Group
 from gcnzc.optim.defaults import MULOCO
-from gcnzc.optim.local.diloco import DiLoCo
+from gcnzc.optim.diloco import DiLoCo
 from gcnzc.optim.muon import Muon
 
 
@@ -34,7 +34,7 @@ class MuLoCo(DiLoCo):
         outer_lr: the learning rate of the outer optimizer.
         outer_momentum: the Nesterov momentum of the outer optimizer.
         compress: compression of the exchanged differences.
-        options: the other options of `DiLoCo` and `Strategy`.
+        options: the other options of `DiLoCo`.
 
     Raises:
         ValueError: an option is out of range, or the parameters of the ranks differ.

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from gcnzc.compress import Compression, TopK
 from gcnzc.exchange import Group
 from gcnzc.optim.defaults import SPARSE_LOCO
-from gcnzc.optim.local.diloco import DiLoCo
+from gcnzc.optim.diloco import DiLoCo
 
 
 class SparseLoCo(DiLoCo):
@@ -28,7 +28,7 @@ class SparseLoCo(DiLoCo):
         outer_lr: the learning rate of the outer optimizer.
         outer_momentum: the Nesterov momentum of the outer optimizer.
         compress: compression of the exchanged differences.
-        options: the other options of `DiLoCo` and `Strategy`.
+        options: the other options of `DiLoCo`.
 
     Raises:
         ValueError: an option is out of range, or the parameters of the ranks differ.

@@ -1,0 +1,122 @@
+"""DiLoCo: H local steps, then one step of an outer optimizer on all ranks.
+
+    x_i <- InnerOpt(x_i, gradient of rank i)         H local steps
+    d   <- mean_i (a - x_i)                          a: the anchor, where all ranks started
+    b   <- m b + d
+    a   <- a - lr (d + m b)                          Nesterov momentum; lr b without it
+    x_i <- a
+
+as in Douillard et al., "DiLoCo" (2023, https://arxiv.org/abs/2311.08105). The mean difference d is
+the outer gradient. Without Nesterov momentum it is SlowMo (Wang et al., 2020,
+https://arxiv.org/abs/1910.00643) if the inner learning rate is constant: SlowMo divides d by it.
+With m = 0 and lr = 1 it is local SGD. The states of the inner optimizers are not exchanged.
+
+Notation: n elements, s of a rank's shard, m of a fragment or shard, H local steps.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gcnzc.exchange import Algorithm, Group
+from gcnzc.kernels.finite import are_finite
+from gcnzc.optim.defaults import DILOCO
+from gcnzc.optim.flat import TILE_ELEMENTS
+from gcnzc.optim.local_method import Fragment, LocalMethod
+from gcnzc.optim.state import Field
+from gcnzc.optim.validation import check_at_least_zero, check_fraction
+from gcnzc.system.arguments import check_flag
+
+
+class DiLoCo(LocalMethod):
+    """DiLoCo: take local steps, and every H steps one step of an outer optimizer on all ranks.
+
+    A single rank only takes the inner optimizer's steps, unless `alone`.
+
+    Args:
+        inner: the optimizer of torch that takes the local steps.
+        group: the ranks that communicate; see `DistributedOptimizer`.
+        local_steps: H, or "auto"; see `LocalMethod`.
+        outer_lr: the learning rate of the outer optimizer.
+        outer_momentum: the momentum of the outer optimizer.
+        nesterov: whether to use Nesterov momentum.
+        options: the other options of `LocalMethod`: `compress` of the exchanged differences,
+            `sharded` for the anchor and the momentum, and so on.
+
+    Raises:
+        ValueError: an option is out of range, options contradict each other, or the parameters of
+            the ranks differ.
+    """
+
+    anchor: Tensor
+    """(n,): the outer optimizer's parameters, or this rank's shard (s,) of them"""
+    momentum: Tensor
+    """(n,) or (s,): the outer momentum"""
+    mixing = 0.0
+    """the weight of a rank's own parameters after an outer step"""
+    compared_options = (
+        *("outer_lr", "outer_momentum", "nesterov", "mixing"),
+        *LocalMethod.compared_options,
+    )
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        group: Group | None = None,
+        *,
+        local_steps: int | str = DILOCO.local_steps,
+        outer_lr: float = DILOCO.outer_lr,
+        outer_momentum: float = DILOCO.outer_momentum,
+        nesterov: bool = True,
+        **options: Any,
+    ) -> None:
+        check_at_least_zero("outer_lr", outer_lr)
+        check_fraction("outer_momentum", outer_momentum)
+        check_flag("nesterov", nesterov)
+        self.outer_lr, self.outer_momentum, self.nesterov = outer_lr, outer_momentum, nesterov
+        super().__init__(inner, group, local_steps=local_steps, **options)
+
+    def declare(self) -> list[Field]:
+        """See `DistributedOptimizer`."""
+        return [*super().declare(), self.outer_vector("anchor"), self.outer_vector("momentum")]
+
+    def restart(self) -> None:
+        """See `LocalMethod`: the next outer step starts from the current parameters."""
+        self.anchor = self.own_part(self.parameters)
+
+    def read(self, fragment: Fragment, out: Tensor) -> None:
+        """See `LocalMethod`: the anchor minus the parameters; the parameters if it is sharded."""
+        self.flat.read_parameters(out, fragment.here)
+        if not self.sharded:
+            torch.sub(self.anchor[fragment.here], out, out=out)
+
+    def apply(self, fragment: Fragment, mean: Tensor) -> Algorithm[None]:
+        """See `LocalMethod`: take an outer step, and set the parameters to the anchor."""
+        if not self.sharded:
+            anchor = self.anchor[fragment.here]
+            self.outer_step(anchor, self.momentum[fragment.here], mean)
+            self.set_parameters(fragment, anchor, self.mixing)
+            return
+        anchor, momentum = self.anchor.clone(), self.momentum.clone()
+        self.outer_step(anchor, momentum, anchor - mean)
+        parameters = yield from self.gather(anchor)
+        # all ranks detect a sum that overflows on one rank
+        if not bool(are_finite(parameters)):
+            self.note_drop("synchronization skipped: the mean overflows")
+            return
+        self.anchor, self.momentum = anchor, momentum
+        self.set_parameters(fragment, parameters)
+
+    @torch.no_grad()
+    def outer_step(self, anchor: Tensor, momentum: Tensor, difference: Tensor) -> None:
+        """Take a step of SGD with momentum, as in torch; all vectors (m,) are overwritten."""
+        # on a CPU the tiles of three vectors fit into the cache of a core
+        size = TILE_ELEMENTS if anchor.device.type == "cpu" else max(1, len(anchor))
+        tiles = (each.split(size) for each in (anchor, momentum, difference))
+        for a, b, step in zip(*tiles, strict=True):
+            if self.outer_momentum:
+                b.mul_(self.outer_momentum).add_(step)
+                step = step.add_(b, alpha=self.outer_momentum) if self.nesterov else b
+            a.add_(step, alpha=-self.outer_lr)

@@ -1,1 +1,0 @@
-"""Optimizers whose ranks take local steps between exchanges."""

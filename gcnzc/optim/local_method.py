@@ -1,0 +1,676 @@
+"""The base class of local methods: local steps of any optimizer of torch, and an exchange at times.
+
+    x_i <- InnerOpt(x_i, gradient of rank i)         `local_step`
+    v_i <- what rank i contributes                   `read`, after the steps of `find_due`
+    v   <- mean of v_i over the ranks                of those whose v_i is finite
+    x_i <- x_i and the state, updated with v         `apply`, at once or some steps later
+
+Between the last two the reduction overlaps with local steps. The flat vector is exchanged in one or
+more fragments, which are slices of it.
+
+Notation: W ranks, n elements, m of a fragment, P fragments, H local steps, D the delay, k extras.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gcnzc.compress import Compression, Dense, Reducer
+from gcnzc.compress.registry import check_compression
+from gcnzc.exchange import Algorithm, Group, Start, Sum, Wait
+from gcnzc.kernels.finite import can_be_squared
+from gcnzc.optim.finite_gradients import delete_nonfinite_state, have_finite_gradients
+from gcnzc.optim.late_phase import FEWER_LOCAL_STEPS
+from gcnzc.optim.method import WrappingOptimizer, identify_caller
+from gcnzc.optim.resize import shard_bounds
+from gcnzc.optim.sharded import Sharded, gather_shards, padded_size
+from gcnzc.optim.state import Errors, Field, Inner, Kind, Number, Option, Values, Vector
+from gcnzc.optim.sync_interval import MAX_OVERLAP_SHARE, MAX_SHARE, Clocks, SyncInterval
+from gcnzc.system.scalars import scalars_like
+
+CHANNEL = "outer"
+"""the channel of reductions that overlap with local steps"""
+Read = Callable[["Fragment", Tensor], None]
+SKIPPED = "synchronization skipped"
+"""how notes begin that say why there is no mean"""
+AT_NEXT_START = -1
+"""in place of a step: when the next exchange of the fragment starts"""
+
+
+class Fragment:
+    """A slice of the flat vector that is exchanged on its own, and its pending result.
+
+    Args:
+        name: the name of its compression errors.
+        here: the slice, of m elements.
+        is_round: whether its results are applied when the next exchange starts.
+    """
+
+    def __init__(self, name: str, here: slice, *, is_round: bool = False) -> None:
+        self.name = self.state_prefix = name
+        self.is_round = is_round
+        self.here, self.num_elements = here, here.stop - here.start
+        self.started = 0
+        """the step after which its last exchange started"""
+        self.due = 0
+        """the step after which to apply the result; 0 if none is pending; or `AT_NEXT_START`"""
+        self.mean: Tensor | None = None
+        """(m,) of the pending result; None if there is no mean"""
+        self.note = ""
+        """which ranks the pending mean excludes, or why there is none"""
+        self.is_finite: bool | Tensor = True
+        """whether this rank's last contribution was finite; a tensor () until it is read"""
+        self.handle: Any = None
+        """the answer of `Start`, while the reduction runs"""
+        self.sums: Sequence[float] = ()
+        """the sums of the common extras; not saved, since they belong to one run"""
+
+    def declare(self) -> list[Field]:
+        """Return the fields of the state."""
+        return [
+            Number(self, "started"),
+            Number(self, "due", least=self._least_due),
+            Number(self, "note", ""),
+            # a mean that is not applied may have overflowed
+            Vector(self, "mean", self.num_elements, exists=self._has_mean, may_overflow=True),
+        ]
+
+    def _least_due(self, values: Values) -> int:
+        if self.is_round:
+            return AT_NEXT_START
+        # a result that was due earlier would never be applied
+        return values["steps"] + 1 if values[f"{self.name} due"] != 0 else 0
+
+    def _has_mean(self, values: Values) -> bool:
+        is_pending = values[f"{self.name} due"] != 0
+        return is_pending and (self.is_round or not values[f"{self.name} note"].startswith(SKIPPED))
+
+
+class LocalMethod(WrappingOptimizer):
+    """The base class of optimizers that take local steps, and exchange at times.
+
+    Rank 0's parameters are broadcast at the start. If a gradient of a rank is not finite, or too
+    large to be squared, only that rank skips its local step. If parameters of a rank are not finite
+    or too large, the mean is taken over the other ranks, and that rank continues from their mean.
+    With torch's GradScaler each rank has its own scale. A single rank only takes the inner
+    optimizer's steps, unless `alone`. Call `finalize` after the last step.
+
+    A subclass implements `restart`, `read` and `apply`, and may replace `find_due` and others.
+
+    Args:
+        inner: the optimizer of torch that takes the local steps. Its parameter groups and state are
+            shared, so learning rate schedulers work.
+        group: the ranks that communicate; see `DistributedOptimizer`.
+        local_steps: H; or "auto", the smallest H for which exchanges take at most `target` of the
+            wall time and add at most 1/40 to the CPU time of the steps (`SyncInterval`).
+        delay_steps: D, the number of steps from the start of an exchange until its result is
+            applied; or `AT_NEXT_START`.
+        compress: compression of the exchanged vectors; None for none.
+        sharded: whether each rank gets only its shard of a mean, for outer state that is sharded
+            over the ranks; not with compression.
+        alone: whether a single rank also exchanges, with itself.
+        target: with "auto", the largest fraction of the wall time for exchanges; 1/20 if None, or
+            1/2 if the exchanges overlap with the steps.
+        clocks: with "auto", the clocks that measure the steps and the exchanges.
+        options: the other options of `DistributedOptimizer`.
+
+    Raises:
+        TypeError: the inner optimizer communicates itself or needs a closure.
+        ValueError: an option is out of range, options contradict each other, or options or
+            parameters differ between ranks.
+    """
+
+    dropped: int
+    """number of means that failed, or excluded ranks with non-finite or too large parameters"""
+    num_exchanges: int
+    """number of exchanges so far"""
+    is_local: bool
+    """whether there have been only local steps, so that there is no state of exchanges: before the
+    broadcast, and always on a single rank, unless `alone`"""
+    is_in_sync: bool
+    """whether all ranks have the same parameters now"""
+    is_replicated = False
+    late_phase_remedy = FEWER_LOCAL_STEPS
+    compared_options: Sequence[str] = ("compress",)
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        group: Group | None = None,
+        *,
+        local_steps: int | str = 1,
+        delay_steps: int = 0,
+        compress: Compression | None = None,
+        sharded: bool = False,
+        alone: bool = False,
+        target: float | None = None,
+        clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
+        **options: Any,
+    ) -> None:
+        check_compression(compress)
+        if sharded and compress not in (None, Dense()):
+            raise ValueError(
+                f"sharded=True with compress={compress}\n\nhint: omit one of them, because shards "
+                "are exchanged uncompressed"
+            )
+        self.delay_steps, self.alone = delay_steps, alone
+        self.compress = Sharded() if sharded else compress or Dense()
+        self.sharded = sharded
+        if target is None:
+            target = MAX_OVERLAP_SHARE if delay_steps else MAX_SHARE
+        self.sync_interval = SyncInterval(local_steps, target, clocks)
+        super().__init__(inner, group, **options)
+        self.sync_interval.counts_cpu_time = self.flat.device.type == "cpu"
+
+    # --- what a method implements
+
+    def restart(self) -> None:
+        """Continue from the current parameters, which are equal on all ranks.
+
+        Called after the broadcast, where the state has its initial values, and by `finalize`.
+        """
+
+    @abstractmethod
+    def read(self, fragment: Fragment, out: Tensor) -> None:
+        """Write the vector to exchange into `out` (m,)."""
+
+    @abstractmethod
+    def apply(self, fragment: Fragment, mean: Tensor) -> Algorithm[None]:
+        """Update the parameters and the state with a mean.
+
+        Args:
+            fragment: what was exchanged.
+            mean: (m,), or this rank's shard of it if `sharded`; or the result of `compute`. May be
+                overwritten.
+        """
+
+    def find_due(self, step: int) -> Algorithm[list[Fragment]]:
+        """Return the fragments whose exchange starts after a step, the same on all ranks."""
+        return [each for each in self.fragments if step - each.started >= self.local_steps]
+        yield
+
+    def local_step(self) -> None:
+        """Take a local step, if the gradients are finite."""
+        factor = self.gradient_factor()
+        if not have_finite_gradients(self.flat.parameters, factor):
+            self.skipped += 1
+            bad = f"a gradient of rank {self.group.rank} is not finite or too large"
+            self.add_reason(f"local step skipped, because {bad}")
+            return
+        self.scale_gradients(self.flat.parameters)
+        self.inner.step()
+
+    def on_start(self, fragment: Fragment, sent: Tensor) -> None:
+        """Update the parameters when an exchange starts, after the last result was applied.
+
+        Args:
+            fragment: what is exchanged.
+            sent: (m,), what `read` wrote; zeros if it is not finite.
+        """
+
+    def compute(
+        self, fragment: Fragment, mean: Tensor | None, out: Tensor
+    ) -> Algorithm[Tensor | None]:
+        """Return what `apply` gets; overlapped with the local steps if the reduction is.
+
+        Args:
+            fragment: what was exchanged. If there is no mean, `note` of it has the reason.
+            mean: see `apply`; None if there is none.
+            out: (m,), memory for the result, which begins with the mean.
+        """
+        return mean
+        yield
+
+    def discard(self, fragment: Fragment) -> None:
+        """Update the state after an exchange without a result; keeps it by default."""
+
+    def load_alone(self) -> None:
+        """Update the parameters of a single rank with a state of several ranks, just loaded."""
+
+    @identify_caller
+    def pause_exchanges_algorithm(self) -> Algorithm[None]:
+        """Return the communication of `pause_exchanges`; nothing if all ranks exchange together."""
+        yield from self.broadcast_model_algorithm()
+
+    @identify_caller
+    def resume_exchanges_algorithm(self) -> Algorithm[None]:
+        """Return the communication of `resume_exchanges`."""
+        return
+        yield
+
+    # --- for methods
+
+    @property
+    def parameters(self) -> Tensor:
+        """The parameters as a vector (n,), copied; assign a vector to change them."""
+        return self.flat.values
+
+    @parameters.setter
+    def parameters(self, values: Tensor) -> None:
+        self.flat.values = values
+
+    @cached_property
+    def fragments(self) -> list[Fragment]:
+        """The fragments of the flat vector."""
+        bounds = pairwise(accumulate(self.fragment_sizes(), initial=0))
+        is_round = self.delay_steps == AT_NEXT_START
+        return [
+            Fragment(f"fragment {p}", slice(*each), is_round=is_round)
+            for p, each in enumerate(bounds)
+        ]
+
+    def fragment_sizes(self) -> list[int]:
+        """Return the numbers of elements of the fragments; a single one by default."""
+        return [self.flat.num_elements]
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the vectors that a method updates with means."""
+        return "sharded" if self.sharded else "shared"
+
+    def outer_vector(self, name: str) -> Vector:
+        """Return the field of such a vector, which exists while there are exchanges."""
+        return Vector(self, name, self.flat.num_elements, kind=self.kind, exists=has_exchanges)
+
+    def own_part(self, vector: Tensor) -> Tensor:
+        """Return what this rank has of a vector (n,): all, or a copy of its shard if `sharded`."""
+        if not self.sharded:
+            return vector
+        return vector[slice(*self._shard(len(vector)))].clone()
+
+    def _shard(self, num_elements: int) -> tuple[int, int]:
+        return shard_bounds(num_elements, self.group.rank, self.group.world_size)
+
+    def gather(self, part: Tensor) -> Algorithm[Tensor]:
+        """Return the vector (n,) of which the ranks have parts; see `own_part`."""
+        if not self.sharded:
+            return part
+        return (yield from gather_shards(part, self.flat.num_elements, self.group.world_size))
+
+    def set_parameters(self, fragment: Fragment, values: Tensor, own_weight: float = 0.0) -> None:
+        """Set the parameters of a fragment to values that are equal on all ranks, or to a mean.
+
+        A rank whose parameters are not finite gets the values, and loses that inner state.
+
+        Args:
+            fragment: the fragment.
+            values: (m,).
+            own_weight: the weight of this rank's current parameters, from 0 to 1.
+        """
+        if self.delay_steps > 0 or own_weight:
+            # the parameters are not those that were exchanged
+            own = self.flat.read_parameters(torch.empty_like(values), fragment.here)
+            fragment.is_finite = bool(can_be_squared(own))
+            if fragment.is_finite and own_weight:
+                values = own.mul_(own_weight).add_(values, alpha=1 - own_weight)
+        self.flat.write_parameters(values, fragment.here)
+        is_whole = fragment.num_elements == self.flat.num_elements
+        self.is_in_sync = is_whole and not (own_weight or self.delay_steps > 0)
+        if not fragment.is_finite:
+            delete_nonfinite_state(self.state, self.flat.parameters)
+
+    def sum_common(self, votes: Sequence[float] = ()) -> Algorithm[list[float]]:
+        """Sum the common extras, such as signals, and votes over the ranks; return those of votes.
+
+        For methods whose exchanges do not have all ranks, or whose ranks choose when to exchange.
+        """
+        values = torch.tensor([*self.common_extras(), *votes], dtype=torch.float64)
+        sums = (yield Sum(values)).tolist()
+        self.receive_common(sums[: self.num_common_extras])
+        return sums[self.num_common_extras :]
+
+    def note_drop(self, why: str) -> None:
+        """Count a mean that excludes ranks or failed, on all ranks."""
+        self.dropped += 1
+        self.add_reason(why)
+
+    def add_reason(self, why: str) -> None:
+        """Append to `skip_reason`."""
+        self.skip_reason = f"{self.skip_reason}; {why}" if self.skip_reason else why
+
+    # --- steps
+
+    @property
+    def is_inner_only(self) -> bool:
+        """Whether this optimizer only takes the inner optimizer's steps."""
+        return self.group.world_size == 1 and not self.alone
+
+    @property
+    def local_steps(self) -> int:
+        """H, the current number of local steps from one exchange to the next."""
+        return self.sync_interval.steps
+
+    @property
+    def local_share(self) -> float:
+        """The fraction of steps without an exchange so far; 0 before the first step."""
+        return 1 - self.num_exchanges / self.steps if self.steps else 0.0
+
+    def take_step(self) -> Algorithm[None]:
+        """See `DistributedOptimizer`: a local step, and the exchanges that are due."""
+        self.local_step()
+        if self.is_inner_only:
+            self.received_signals = list(self.signals)
+            return
+        self.is_in_sync = False
+        self.sync_interval.record_step()
+        yield from self.exchange(self.steps + 1)
+        yield from self.sync_interval.choose()
+
+    def exchange(self, step: int) -> Algorithm[None]:
+        """Start the exchanges that are due after a step, and apply the results that are due."""
+        due = yield from self.find_due(step)
+        self.num_exchanges += bool(due)
+        for fragment in due:
+            yield from self.sync_interval.time_exchange(self._start(fragment, step))
+        for fragment in self.fragments:
+            if fragment.due == step:
+                yield from self._finish(fragment)
+
+    def _start(self, fragment: Fragment, step: int) -> Algorithm[None]:
+        # `apply` of the last result may replace what `compute` of it still reads
+        yield from self._wait(fragment)
+        count = fragment.num_elements
+        end = padded_size(count, self.group.world_size) if self.sharded else count
+        payload = self._make_payload(fragment, self.read, end)
+        yield from self._finish(fragment)
+        self.on_start(fragment, payload[:count])
+        fragment.started = step
+        reduction = self._exchange(fragment, payload)
+        if not self.delay_steps:
+            fragment.due = step
+            yield from reduction
+            yield from self._finish(fragment)
+            return
+        fragment.due = step + self.delay_steps if self.delay_steps > 0 else AT_NEXT_START
+        fragment.handle = yield Start(reduction, CHANNEL)
+        if self.sync_interval.is_measuring:
+            yield from self._wait(fragment)
+
+    @property
+    def extras(self) -> int:
+        """k, the number of extras after a vector: whether it is finite, and the common extras."""
+        return 1 + self.num_common_extras
+
+    def _make_payload(self, fragment: Fragment, read: Read, end: int) -> Tensor:
+        """Return the vector to exchange, and the extras; does not synchronize with a GPU.
+
+        A vector that is not finite, or too large to be squared, is replaced by zeros.
+
+        Args:
+            fragment: what is exchanged.
+            read: writes the vector.
+            end: the position of the extras, from m on.
+        """
+        count = fragment.num_elements
+        payload = torch.empty(end + self.extras, dtype=self.flat.dtype, device=self.flat.device)
+        vector = payload[:count]
+        read(fragment, vector)
+        fragment.is_finite = can_be_squared(vector)
+        if payload.device.type != "cpu" or not bool(fragment.is_finite):
+            vector.masked_fill_(~fragment.is_finite, 0)
+        payload[count:end] = 0
+        payload[end:] = scalars_like([0, *self.common_extras()], payload)
+        payload[end] = fragment.is_finite
+        return payload
+
+    def _exchange(self, fragment: Fragment, payload: Tensor) -> Algorithm[None]:
+        """Compute the result of an exchange; may overlap with the local steps."""
+        mean = yield from self._mean(fragment, payload, self.reducers[fragment.name])
+        if mean is not None and self.sharded:
+            begin, end = self._shard(fragment.num_elements)
+            mean = mean[: end - begin]
+        out = payload[: fragment.num_elements]
+        fragment.mean = yield from self.compute(fragment, mean, out)
+
+    def _mean(
+        self, fragment: Fragment, payload: Tensor, reducer: Reducer
+    ) -> Algorithm[Tensor | None]:
+        """Return the mean over the ranks whose vector is finite, in `payload`; None for none."""
+        world_size = self.group.world_size
+        reason = yield from reducer.mean(payload, self.extras)
+        fragment.note, fragment.sums = "", ()
+        mean = payload[: fragment.num_elements]
+        if not reason:
+            num_finite, fragment.sums = round(reducer.extra_sums[0]), reducer.extra_sums[1:]
+            if not num_finite:
+                reason = "no rank's parameters are finite"
+            elif num_finite < world_size:
+                mean *= world_size / num_finite
+                bad = f"the parameters of {world_size - num_finite} of {world_size} ranks"
+                fragment.note = f"{bad} are not finite or too large"
+        if reason:
+            fragment.note = f"{SKIPPED}: {reason}"
+            return None
+        return mean
+
+    def _wait(self, fragment: Fragment) -> Algorithm[None]:
+        if fragment.handle is not None:
+            yield Wait(fragment.handle)
+            fragment.handle = None
+
+    def _finish(self, fragment: Fragment) -> Algorithm[None]:
+        """Wait for the pending reduction of a fragment, if there is one, and apply its result."""
+        yield from self._wait(fragment)
+        if not fragment.due:
+            return
+        mean = self._receive(fragment)
+        if mean is None:
+            self.discard(fragment)
+        else:
+            yield from self.apply(fragment, mean)
+
+    def _receive(self, fragment: Fragment) -> Tensor | None:
+        """Receive the signals and the note of a finished reduction, and return its result."""
+        mean, fragment.mean, fragment.due = fragment.mean, None, 0
+        if fragment.sums:
+            self.receive_common(fragment.sums)
+            fragment.sums = ()
+        if fragment.note:
+            self.note_drop(fragment.note)
+        elif not self.delay_steps:
+            # known without a read of the device
+            fragment.is_finite = True
+        return mean
+
+    # --- evaluations, and the end of the run
+
+    def mean_parameters(self, whole: Fragment) -> Algorithm[Tensor | None]:
+        """Return the mean (n,) of the parameters over the ranks; None if there is none."""
+        count = self.flat.num_elements
+        payload = self._make_payload(whole, self._read_parameters, count)
+        worker = self.flat.worker_info(self.group.rank, self.group.world_size)
+        whole.mean = yield from self._mean(whole, payload, Dense().reducer(count, worker))
+        return self._receive(whole)
+
+    def _read_parameters(self, whole: Fragment, out: Tensor) -> None:
+        self.flat.read_parameters(out, whole.here)
+
+    def _whole(self) -> Fragment:
+        return Fragment("parameters", slice(0, self.flat.num_elements))
+
+    def apply_pending_algorithm(self) -> Algorithm[None]:
+        """Return the communication and computation of pending exchanges, which are applied."""
+        for fragment in self.fragments:
+            if self.delay_steps == AT_NEXT_START and self.steps > fragment.started:
+                # an incomplete round is exchanged like a complete one
+                self.num_exchanges += 1
+                yield from self._start(fragment, self.steps)
+            yield from self._finish(fragment)
+
+    def finish(self) -> Algorithm[str]:
+        """See `DistributedOptimizer`: apply pending results, and average the parameters."""
+        if self.is_inner_only:
+            return ""
+        yield from self.apply_pending_algorithm()
+        is_end = not self.is_in_sync or self.delay_steps == AT_NEXT_START
+        if not self.is_in_sync:
+            whole = self._whole()
+            mean = yield from self.mean_parameters(whole)
+            if mean is None:
+                return "no rank's parameters are finite, or their mean overflows"
+            self.set_parameters(whole, mean)
+            self.is_in_sync = True
+        if is_end:
+            self.end_round()
+            self.restart()
+        yield from self.compare_algorithm()
+        return ""
+
+    def end_round(self) -> None:
+        """Begin the intervals between exchanges at the current step."""
+        for fragment in self.fragments:
+            fragment.started = self.steps
+
+    @identify_caller
+    def average_parameters_algorithm(self) -> Algorithm[Tensor]:
+        """See `DistributedOptimizer`; returns this rank's own parameters (n,)."""
+        yield from self.pause_exchanges_algorithm()
+        own = self.parameters
+        if not (self.is_inner_only or self.is_in_sync):
+            mean = yield from self.mean_parameters(self._whole())
+            if mean is not None:
+                self.parameters = mean
+        yield from self.resume_exchanges_algorithm()
+        return own
+
+    def restore_parameters(self, own: Tensor) -> None:
+        """See `DistributedOptimizer`."""
+        self.parameters = own
+
+    def pause_exchanges(self) -> None:
+        """Prepare for collectives of all ranks outside of the exchanges, as in an evaluation.
+
+        If ranks do not wait for one another in steps, slower ranks may still exchange. All ranks
+        call it after the same number of steps, and `resume_exchanges` afterwards.
+        """
+        self._run(self.pause_exchanges_algorithm(), "pause_exchanges()")
+
+    def resume_exchanges(self) -> None:
+        """Take part in exchanges again after `pause_exchanges`."""
+        self._run(self.resume_exchanges_algorithm(), "resume_exchanges()")
+
+    def compare_algorithm(self) -> Algorithm[bool]:
+        """See `DistributedOptimizer`."""
+        if not self.comparison.is_due:
+            return False
+        yield from self.pause_exchanges_algorithm()
+        is_compared = yield from super().compare_algorithm()
+        yield from self.resume_exchanges_algorithm()
+        return is_compared
+
+    @identify_caller
+    def finalize_algorithm(self) -> Algorithm[None]:
+        """See `DistributedOptimizer`."""
+        yield from self.pause_exchanges_algorithm()
+        yield from super().finalize_algorithm()
+
+    # --- the state
+
+    def declare(self) -> list[Field]:
+        """See `DistributedOptimizer`."""
+        count = self.flat.num_elements
+        fields: list[Field] = [
+            *super().declare(),
+            Option(self, "sharded"),
+            Number(self, "is_local", True),
+            Number(self, "is_in_sync", False),
+            Number(self, "num_exchanges"),
+            Number(self, "dropped", kind="local", resize="mean"),
+            Vector(
+                self,
+                "parameters",
+                count,
+                kind=lambda values: "shared" if values["is_in_sync"] else "local",
+                resize="mean",
+                # those of one rank may have overflowed in its last step
+                may_overflow=lambda values: not values["is_in_sync"],
+                is_computed=True,
+            ),
+            Inner(self),
+            *self.sync_interval.declare(),
+        ]
+        for each in self.fragments:
+            fields += each.declare()
+            fields.append(Errors(self, each.name, self.compress, each.num_elements))
+        return fields
+
+    def on_broadcast(self) -> None:
+        """See `DistributedOptimizer`."""
+        self.is_in_sync = True
+        self._start_exchanges()
+
+    def _start_exchanges(self) -> None:
+        if not self.is_inner_only:
+            self.is_local = False
+            self.declared.allocate()
+            self.restart()
+
+    def on_load(self) -> None:
+        """See `DistributedOptimizer`."""
+        super().on_load()
+        if self.is_inner_only:
+            if not self.is_local:
+                self.load_alone()
+            self.is_local = True
+            self.declared.allocate()
+            for fragment in self.fragments:
+                fragment.mean, fragment.due = None, 0
+        elif self.is_local:
+            # the state of a single rank, or of the time before the broadcast
+            self.end_round()
+            self._start_exchanges()
+
+    def finish_pending(self) -> None:
+        """Wait for the pending exchanges, and keep their results until they are due."""
+        self._run(self.finish_pending_algorithm(), "finish_pending()")
+
+    def finish_pending_algorithm(self) -> Algorithm[None]:
+        """Return the communication of `finish_pending`; see `algorithm`."""
+        for fragment in self.fragments:
+            yield from self._wait(fragment)
+
+    def snapshot(self) -> dict[str, Any]:
+        """See `DistributedOptimizer`; waits for pending exchanges.
+
+        In a simulation the caller runs `finish_pending_algorithm` of all ranks in `lockstep`
+        before.
+        """
+        self._finish_pending_now()
+        return super().snapshot()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """See `DistributedOptimizer`; waits for pending exchanges, as `snapshot` does."""
+        self._finish_pending_now()
+        return super().__getstate__()
+
+    def _finish_pending_now(self) -> None:
+        if self.group.world_size == 1 or self.group.backend:
+            self.finish_pending()
+
+    def describe_options(self) -> str:
+        """See `DistributedOptimizer`."""
+        options = {name: getattr(self, name) for name in self.compared_options}
+        # "auto", not the current number
+        options["local_steps"] = self.sync_interval.requested
+        pairs = (f"{name}={value}" for name, value in sorted(options.items()))
+        return f"{self.name}({', '.join(pairs)})"
+
+    def layout_lines(self) -> list[str]:
+        """See `DistributedOptimizer`; includes the class of the inner optimizer."""
+        first, *others = super().layout_lines()
+        return [f"{first} around {type(self.inner).__name__}", *others]
+
+    def late_phase(self) -> str:
+        """See `DistributedOptimizer`."""
+        return "exchange" if self.steps < self.local_steps else ""
+
+
+def has_exchanges(values: Values) -> bool:
+    """Whether a state has the state of exchanges; see `LocalMethod.is_local`."""
+    return not values["is_local"]

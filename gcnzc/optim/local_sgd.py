@@ -1,0 +1,77 @@
+"""Local SGD: average the parameters of all ranks every H steps.
+
+    x_i <- InnerOpt(x_i, gradient of rank i)         H local steps
+    x_i <- mean_j x_j                                synchronization
+
+as in Stich, "Local SGD converges fast and communicates little" (2019,
+https://arxiv.org/abs/1805.09767). With compression the ranks average the differences from the last
+mean, which are smaller than the parameters, so a compression error is smaller too:
+
+    x_i <- a - mean_j (a - x_j)                      a: the last mean, equal on all ranks
+
+Notation: n elements, H local steps.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gcnzc.compress import Compression, Dense
+from gcnzc.exchange import Algorithm, Group
+from gcnzc.optim.defaults import LOCAL_SGD
+from gcnzc.optim.local_method import Fragment, LocalMethod
+from gcnzc.optim.state import Field
+
+
+class LocalSGD(LocalMethod):
+    """Local SGD: take local steps, and average the parameters of all ranks every H steps.
+
+    Args:
+        inner: the optimizer of torch that takes the local steps.
+        group: the ranks that communicate; see `DistributedOptimizer`.
+        local_steps: H, or "auto"; see `LocalMethod`.
+        compress: compression of the exchanged differences; None for none.
+        options: `target` and `clocks` of `LocalMethod`, and those of `DistributedOptimizer`.
+
+    Raises:
+        ValueError: an option is out of range, or the parameters of the ranks differ.
+    """
+
+    anchor: Tensor
+    """(n,): the last mean, if the differences from it are exchanged"""
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        group: Group | None = None,
+        *,
+        local_steps: int | str = LOCAL_SGD.local_steps,
+        compress: Compression | None = None,
+        **options: Any,
+    ) -> None:
+        self.has_anchor = compress not in (None, Dense())
+        super().__init__(inner, group, local_steps=local_steps, compress=compress, **options)
+
+    def declare(self) -> list[Field]:
+        """See `DistributedOptimizer`."""
+        fields = super().declare()
+        return [*fields, self.outer_vector("anchor")] if self.has_anchor else fields
+
+    def restart(self) -> None:
+        """See `LocalMethod`."""
+        if self.has_anchor:
+            self.anchor = self.parameters
+
+    def read(self, fragment: Fragment, out: Tensor) -> None:
+        """See `LocalMethod`: the parameters, or the anchor minus them."""
+        self.flat.read_parameters(out, fragment.here)
+        if self.has_anchor:
+            torch.sub(self.anchor, out, out=out)
+
+    def apply(self, fragment: Fragment, mean: Tensor) -> Algorithm[None]:
+        """See `LocalMethod`: set the parameters to their mean."""
+        self.set_parameters(fragment, self.anchor.sub_(mean) if self.has_anchor else mean)
+        return
+        yield

@@ -1,0 +1,138 @@
+"""SelSync: synchronize only when the gradient of a rank changes significantly.
+
+    s_t = EWMA(|g_t|^2)                              over a window of w steps
+    c_t = |s_t - s_(t-1)| / s_(t-1)                  relative change
+    x_i <- InnerOpt(x_i, g_t)                        a local step
+    x_i <- mean_j x_j                                if c_t of any rank is at least the threshold
+
+as in Tyagi and Swany, "Accelerating Distributed ML Training via Selective Synchronization" (2023,
+https://arxiv.org/abs/2307.07950). The first w steps always synchronize. The newest value of the
+EWMA has the weight 1 - a, the one before it (1 - a)^2, and so on, divided by their sum.
+
+Notation: w steps of the window, a decay of the EWMA.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gcnzc.exchange import Algorithm, Group
+from gcnzc.optim.defaults import MAX_SYNC_WINDOW
+from gcnzc.optim.local_method import Fragment
+from gcnzc.optim.local_sgd import LocalSGD
+from gcnzc.optim.state import Field, Number, Vector
+from gcnzc.optim.validation import check_at_least_zero, check_count
+
+DECAY = 0.01
+"""a, the decay of the smoothed squared gradient norm"""
+
+
+class SelSync(LocalSGD):
+    """SelSync: average the parameters of all ranks when the gradients of one of them change.
+
+    Each step sums the votes of all ranks, together with the signals.
+
+    Args:
+        inner: the optimizer of torch that takes the local steps.
+        group: the ranks that communicate; see `DistributedOptimizer`.
+        threshold: the relative change of the smoothed squared gradient norm from which a rank
+            requests a synchronization of all ranks. With the same threshold, more ranks therefore
+            synchronize more often. With 0, all steps synchronize; with infinity, none does after
+            the first `window` steps.
+        window: w, the number of steps over which the norm is smoothed, at most 10,000. The first
+            `window` steps always synchronize.
+        options: `compress` of `LocalSGD`, and the options of `DistributedOptimizer`.
+
+    Raises:
+        ValueError: an option is out of range, or the parameters of the ranks differ.
+    """
+
+    squares: Tensor
+    """(w,) float64: the squared gradient norms of the last steps of this rank, the newest first"""
+    num_squares: int
+    """the number of squared norms so far"""
+    compared_options = ("threshold", "window", *LocalSGD.compared_options)
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        group: Group | None = None,
+        *,
+        threshold: float = 0.3,
+        window: int = 25,
+        **options: Any,
+    ) -> None:
+        if threshold != math.inf:
+            check_at_least_zero("threshold", threshold)
+        check_count("window", window, 1, MAX_SYNC_WINDOW)
+        self.threshold, self.window = threshold, window
+        self.change = math.inf
+        """the relative change of the last step of this rank; infinity if it is not known"""
+        super().__init__(inner, group, local_steps=1, **options)
+
+    def declare(self) -> list[Field]:
+        """See `DistributedOptimizer`."""
+        squares = Vector(
+            self,
+            "squares",
+            self.window,
+            torch.float64,
+            kind="local",
+            resize="mean",
+            may_overflow=True,
+            on_host=True,
+        )
+        return [*super().declare(), squares, Number(self, "num_squares", kind="local")]
+
+    def load_alone(self) -> None:
+        """See `LocalMethod`: forget the gradients of several ranks."""
+        self.num_squares = 0
+
+    def local_step(self) -> None:
+        """See `LocalMethod`: also measures the change of the gradients."""
+        if not self.is_inner_only:
+            self.change = self._measure_change()
+        super().local_step()
+
+    def find_due(self, step: int) -> Algorithm[list[Fragment]]:
+        """See `LocalMethod`: all ranks exchange if one of them votes for it."""
+        vote = step <= self.window or self.change >= self.threshold
+        (votes,) = yield from self.sum_common([float(vote)])
+        return self.fragments if votes else []
+
+    def _measure_change(self) -> float:
+        """Return the relative change of the smoothed squared gradient norm."""
+        square = self._squared_norm()
+        if not math.isfinite(square):
+            # request a synchronization: this rank needs the mean of the other ranks' parameters
+            return math.inf
+        before = self._smoothed()
+        self.squares = self.squares.roll(1)
+        self.squares[0] = square
+        self.num_squares += 1
+        return abs(self._smoothed() - before) / before if before else math.inf
+
+    def _squared_norm(self) -> float:
+        """Return the squared norm of this rank's gradients, without weight and gradient scale."""
+        gradients = [
+            each.grad.coalesce().values() if each.grad.is_sparse else each.grad
+            for each in self.flat.parameters
+            if each.grad is not None
+        ]
+        if not gradients:
+            return 0.0
+        norms = torch.stack([each.double() for each in torch._foreach_norm(gradients)])
+        square = norms.square().sum()
+        scale = getattr(self, "grad_scale", None)
+        return float(square if scale is None else square / scale.to(square.device).double() ** 2)
+
+    def _smoothed(self) -> float:
+        """Return the weighted mean of the squared norms so far; 0 if there are none."""
+        count = min(self.num_squares, self.window)
+        if not count:
+            return 0.0
+        weights = (1 - DECAY) ** torch.arange(1, count + 1, dtype=torch.float64)
+        return float(self.squares[:count] @ weights / weights.sum())
