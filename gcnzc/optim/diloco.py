@@ -14,18 +14,21 @@ With m = 0 and lr = 1 it is local SGD. The states of the inner optimizers are no
 Notation: n elements, s of a rank's shard, m of a fragment or shard, H local steps.
 """
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gcnzc.compress import WorkerInfo
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.defaults import DILOCO
 from gcnzc.optim.flat import TILE_ELEMENTS
 from gcnzc.optim.local_method import Fragment, LocalMethod
-from gcnzc.optim.state import Field
+from gcnzc.optim.state import Field, Inner
 from gcnzc.optim.validation import check_at_least_zero, check_fraction
 from gcnzc.system.arguments import check_flag
 
@@ -42,6 +45,11 @@ class DiLoCo(LocalMethod):
         outer_lr: the learning rate of the outer optimizer.
         outer_momentum: the momentum of the outer optimizer.
         nesterov: whether to use Nesterov momentum.
+        outer: returns any other outer optimizer of torch for a list of parameters, as in
+            `lambda parameters: torch.optim.Adam(parameters, lr=0.1)`, in place of the three options
+            above; each fragment has one. Not with `sharded`.
+        offload: whether the anchor and the momentum are in host memory, and the outer optimizer
+            runs on the CPU, so that they take no memory of a GPU.
         options: the other options of `LocalMethod`: `compress` of the exchanged differences,
             `sharded` for the anchor and the momentum, and so on.
 
@@ -57,7 +65,7 @@ class DiLoCo(LocalMethod):
     mixing = 0.0
     """the weight of a rank's own parameters after an outer step"""
     compared_options = (
-        *("outer_lr", "outer_momentum", "nesterov", "mixing"),
+        *("outer_lr", "outer_momentum", "nesterov", "outer_name", "mixing"),
         *LocalMethod.compared_options,
     )
 
@@ -70,38 +78,77 @@ class DiLoCo(LocalMethod):
         outer_lr: float = DILOCO.outer_lr,
         outer_momentum: float = DILOCO.outer_momentum,
         nesterov: bool = True,
+        outer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
+        offload: bool = False,
         **options: Any,
     ) -> None:
         check_at_least_zero("outer_lr", outer_lr)
         check_fraction("outer_momentum", outer_momentum)
         check_flag("nesterov", nesterov)
+        if outer is not None and options.get("sharded"):
+            raise ValueError("sharded=True with outer\n\nhint: omit one of them")
         self.outer_lr, self.outer_momentum, self.nesterov = outer_lr, outer_momentum, nesterov
+        self.outer, self.offload = outer, offload
         super().__init__(inner, group, local_steps=local_steps, **options)
 
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`."""
-        return [*super().declare(), self.outer_vector("anchor"), self.outer_vector("momentum")]
+        fields, names = super().declare(), ["anchor", "momentum"]
+        if self.outer is not None:
+            names.remove("momentum")
+            fields += [OuterState(self, each.name) for each in self.fragments]
+        vectors = [self.outer_vector(name) for name in names]
+        for vector in vectors:
+            vector.on_host = self.offload
+        return [*fields, *vectors]
+
+    @cached_property
+    def outer_optimizers(self) -> dict[str, Optimizer]:
+        """The optimizers of `outer` by the names of the fragments; empty without `outer`."""
+        if self.outer is None:
+            return {}
+        device = torch.device("cpu") if self.offload else self.flat.device
+        return {
+            each.name: self.outer(
+                [nn.Parameter(torch.empty(each.num_elements, dtype=self.flat.dtype, device=device))]
+            )
+            for each in self.fragments
+        }
+
+    @property
+    def outer_name(self) -> str:
+        """The class and the options of the outer optimizer, as text."""
+        found = next(iter(self.outer_optimizers.values()), None)
+        return "SGD" if found is None else f"{type(found).__name__}({found.defaults})"
 
     def restart(self) -> None:
         """See `LocalMethod`: the next outer step starts from the current parameters."""
-        self.anchor = self.own_part(self.parameters)
+        self.anchor = self._place(self.own_part(self.parameters))
+
+    def _place(self, vector: Tensor) -> Tensor:
+        """Return a vector where the outer state is."""
+        return vector.cpu() if self.offload else vector
 
     def read(self, fragment: Fragment, out: Tensor) -> None:
         """See `LocalMethod`: the anchor minus the parameters; the parameters if it is sharded."""
         self.flat.read_parameters(out, fragment.here)
         if not self.sharded:
-            torch.sub(self.anchor[fragment.here], out, out=out)
+            torch.sub(self.anchor[fragment.here].to(out.device), out, out=out)
 
     def apply(self, fragment: Fragment, mean: Tensor) -> Algorithm[None]:
         """See `LocalMethod`: take an outer step, and set the parameters to the anchor."""
+        device, mean = mean.device, self._place(mean)
         if not self.sharded:
             anchor = self.anchor[fragment.here]
-            self.outer_step(anchor, self.momentum[fragment.here], mean)
-            self.set_parameters(fragment, anchor, self.mixing)
+            if self.outer is None:
+                self.outer_step(anchor, self.momentum[fragment.here], mean)
+            else:
+                step_parameter(self.outer_optimizers[fragment.name], anchor, mean)
+            self.set_parameters(fragment, anchor.to(device), self.mixing)
             return
         anchor, momentum = self.anchor.clone(), self.momentum.clone()
         self.outer_step(anchor, momentum, anchor - mean)
-        parameters = yield from self.gather(anchor)
+        parameters = yield from self.gather(anchor.to(device))
         # all ranks detect a sum that overflows on one rank
         if not bool(are_finite(parameters)):
             self.note_drop("synchronization skipped: the mean overflows")
@@ -120,3 +167,31 @@ class DiLoCo(LocalMethod):
                 b.mul_(self.outer_momentum).add_(step)
                 step = step.add_(b, alpha=self.outer_momentum) if self.nesterov else b
             a.add_(step, alpha=-self.outer_lr)
+
+
+class OuterState(Inner):
+    """The state of the outer optimizer of a fragment, which is equal on all ranks."""
+
+    kind = "shared"
+
+    @property
+    def key(self) -> str:
+        """See `Field`."""
+        return f"{self.name} outer"
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """See `Inner`."""
+        found: Optimizer = self.owner.outer_optimizers[self.name]
+        return found
+
+    def allocate(self, worker: WorkerInfo) -> None:
+        """See `Field`: the optimizer allocates its state in its first step."""
+
+
+def step_parameter(optimizer: Optimizer, values: Tensor, gradient: Tensor) -> None:
+    """Take a step of an optimizer of a single parameter, whose values and gradient are given."""
+    (parameter,) = optimizer.param_groups[0]["params"]
+    parameter.data, parameter.grad = values, gradient
+    optimizer.step()
+    parameter.grad = None

@@ -155,6 +155,10 @@ CASES = {
     "diloco": Case(
         lambda p, g: DiLoCo(sgd(p), g, local_steps=3, signals=1, compress=CODES), 1, 2, 3
     ),
+    # also for the mean, which the outer optimizer reads on the host, and two copies of the anchor
+    "diloco offloaded": Case(
+        lambda p, g: DiLoCo(sgd(p), g, local_steps=3, signals=1, offload=True), 1, 5, 3
+    ),
     "co2": Case(lambda p, g: CO2(sgd(p), g, local_steps=3, signals=1), 1, 3, 3),
     "streaming-diloco": Case(
         lambda p, g: StreamingDiLoCo(sgd(p), g, local_steps=3, fragments=1, delay=0, signals=1),

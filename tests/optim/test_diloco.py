@@ -17,7 +17,7 @@ from optim.models import Everything, batches, loss_of
 
 from gcnzc.compress import Dense
 from gcnzc.exchange import Group, lockstep
-from gcnzc.optim import DiLoCo, StreamingDiLoCo
+from gcnzc.optim import DiLoCo, StreamingDiLoCo, resize_state
 
 HALF = Dense(torch.float16)
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
@@ -84,6 +84,71 @@ def test_an_outer_step_is_torchs_on_the_mean_difference(nesterov):
         sgd.step()
         assert all_equal(models)
         torch.testing.assert_close(vector_of(models[0]), common.detach(), rtol=0, atol=1e-12)
+
+
+def nesterov(parameters):
+    return torch.optim.SGD(parameters, 0.7, 0.9, nesterov=True)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.02, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("kind", [DiLoCo, StreamingDiLoCo])
+@pytest.mark.parametrize("options", [{"offload": True}, {"outer": nesterov}])
+def test_an_optimizer_of_torch_and_host_memory_change_no_bit(kind, options):
+    found = []
+    for own in ({}, options):
+        make = lambda inner, group, own=own: kind(inner, group, local_steps=4, **OUTER, **own)  # noqa: E731
+        models, optimizers = team(3, make, adamw)
+        train(models, optimizers, 15)
+        found.append(torch.stack([vector_of(model) for model in models]))
+        assert optimizers[0].anchor.device.type == "cpu"
+    assert torch.equal(*found)
+
+
+def test_adam_as_outer_optimizer_takes_steps_with_the_mean_difference():
+    models, optimizers = team(3, every(4, outer=adam))
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
+    common = torch.nn.Parameter(vector_of(models[0]))
+    reference = adam([common])
+    flags = [torch.full_like(each, each.requires_grad) for each in models[0].parameters()]
+    is_trained = torch.cat([each.view(-1) for each in flags]) > 0
+    for begin in (0, 4, 8):
+        others, theirs = team(3, every(100))
+        for model, other, optimizer in zip(models, others, theirs, strict=True):
+            other.load_state_dict(model.state_dict())
+            optimizer.is_broadcast = True
+        train(others, theirs, begin + 4, begin)
+        train(models, optimizers, begin + 4, begin)
+        common.grad = common.detach() - mean_of(others)
+        reference.step()
+        assert all_equal(models)
+        found, expected = vector_of(models[0])[is_trained], common.detach()[is_trained]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [DiLoCo, StreamingDiLoCo])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_outer_optimizer_is_saved_and_resized(kind, world_size):
+    def make(inner, group):
+        return kind(inner, group, local_steps=4, outer=adam)
+
+    models, optimizers = team(3, make)
+    train(models, optimizers, 10)
+    lockstep([optimizer.finish_pending_algorithm() for optimizer in optimizers])
+    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
+    others, loaded = team(world_size, make)
+    for rank, optimizer in enumerate(loaded):
+        optimizer.load_state_dict(resize_state(states, rank, world_size))
+        if world_size > 1:
+            for name, outer in optimizer.outer_optimizers.items():
+                expected = optimizers[0].outer_optimizers[name].state_dict()["state"]
+                assert repr(outer.state_dict()["state"]) == repr(expected)
+    train(others, loaded, 17, 10)
+    if world_size == 3:
+        train(models, optimizers, 17, 10)
+        assert all(map(torch.equal, map(vector_of, models), map(vector_of, others)))
 
 
 def test_sharding_changes_only_the_memory():
