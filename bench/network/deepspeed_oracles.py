@@ -34,7 +34,8 @@ from gcnzc.compress import Compression, Reducer, WorkerInfo
 from gcnzc.compress.reducer import count_not_finite, describe_non_finite
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Group
 from gcnzc.optim import OneBitAdam, OneBitLamb, Replicated
-from gcnzc.optim.flat_parameters import GroupSlice
+from gcnzc.optim.method import SkipStep
+from gcnzc.optim.state import Errors, Field, Vector
 
 
 @dataclass(frozen=True)
@@ -151,40 +152,43 @@ class RefedPaddedSignReducer(PaddedSignReducer):
 class OneBitAdamDeepSpeed(OneBitAdam):
     """1-bit Adam without bias correction, with DeepSpeed's order of rounding."""
 
-    def _update_moments(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
-        _update_moments(self, part, values, with_variance)
-
-    def _move(
-        self,
-        parameter: Tensor,
-        momentum: Tensor,
-        root: Tensor,
-        step_size: float,
-        lr: float,
-        decay: float,
+    def update_moments(
+        self, here: slice, options: Mapping[str, Any], values: Tensor, *, with_variance: bool
     ) -> None:
+        """See `AdamMethod`."""
+        _update_moments(self, here, options, values, with_variance)
+
+    def move(
+        self, parameter: Tensor, momentum: Tensor, root: Tensor, options: Mapping[str, Any]
+    ) -> None:
+        """See `AdamMethod`."""
         update = momentum / root
-        if decay:
-            update += decay * parameter
-        parameter -= step_size * update
+        if options["weight_decay"]:
+            update += options["weight_decay"] * parameter
+        parameter -= self.step_size(options) * update
 
 
 class OneBitLambDeepSpeed(OneBitLamb):
     """1-bit LAMB without bias correction, with DeepSpeed's order of rounding."""
 
-    def _update_moments(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
-        _update_moments(self, part, values, with_variance)
+    def update_moments(
+        self, here: slice, options: Mapping[str, Any], values: Tensor, *, with_variance: bool
+    ) -> None:
+        """See `AdamMethod`."""
+        _update_moments(self, here, options, values, with_variance)
 
 
 def _update_moments(
-    optimizer: OneBitAdam, part: GroupSlice, values: Tensor, with_variance: bool
+    optimizer: OneBitAdam,
+    here: slice,
+    options: Mapping[str, Any],
+    values: Tensor,
+    with_variance: bool,
 ) -> None:
-    here, (beta1, beta2) = slice(part.begin, part.end), part.group["betas"]
-    gradient = values[here]
-    optimizer.vectors["momentum"][here].mul_(beta1).add_(gradient, alpha=1 - beta1)
+    (beta1, beta2), gradient = options["betas"], values[here]
+    optimizer.momentum[here].mul_(beta1).add_(gradient, alpha=1 - beta1)
     if with_variance:
-        variance = optimizer.vectors["variance"][here]
-        variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        optimizer.variance[here].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
 
 @dataclass(frozen=True)
@@ -232,6 +236,10 @@ class ZeroOneAdamDeepSpeed(Replicated):
         group: group of all workers; None for the default group of torch.distributed.
     """
 
+    momentum: Tensor
+    variance: Tensor
+    accumulated: Tensor
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -245,37 +253,35 @@ class ZeroOneAdamDeepSpeed(Replicated):
     ) -> None:
         self.schedule = schedule or DeepSpeedSchedule()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, group)
-        names = ("momentum", "variance", "update")
-        self.vectors = {name: self.flat_params.zeros() for name in names}
-        lengths = tuple(each.end - each.begin for each in self.flat_params.segments)
-        self.signs = PaddedSign(lengths)
-        self.reducers = {"signs": self.reducer(self.signs, self.flat_params.num_elements)}
         self.sum_of_lr = 0.0
         """sum of the learning rates since the last sync"""
+        super().__init__(params, defaults, group)
+
+    def declare(self) -> list[Field]:
+        """See `DistributedOptimizer`."""
+        count = self.flat.num_elements
+        vectors = [Vector(self, name, count) for name in ("momentum", "variance", "accumulated")]
+        # errors of gradients do not apply to sums of updates
+        signs = [
+            Errors(self, name, PaddedSign(self.flat.layers()), count) for name in ("signs", "sums")
+        ]
+        return [*super().declare(), *vectors, *signs]
 
     @torch.no_grad()
-    def advance(self, values: Tensor) -> Algorithm[str]:
+    def update(self, values: Tensor) -> Algorithm[None]:
         """See `Replicated`."""
         schedule, step = self.schedule, self.steps + 1
-        is_local, signs = schedule.is_frozen(step), self.reducers["signs"]
+        is_local = schedule.is_frozen(step)
         is_refresh = not is_local and schedule.is_refresh(step)
-        if is_local and not schedule.is_frozen(step - 1):
-            # reset the errors: those of gradients do not apply to sums of updates
-            signs = self.reducers["signs"] = self.reducer(self.signs, self.flat_params.num_elements)
         if is_refresh:
-            skip_reason = yield from self.mean_gradients(values)
+            yield from self.mean_gradients(values)
         elif not is_local:
-            skip_reason = yield from signs.mean(values)
-        else:
-            skip_reason = ""
-        if skip_reason:
-            return skip_reason
+            yield from self.mean(values, "signs")
         is_sync = is_local and schedule.is_sync(step)
         self.sum_of_lr += float(self.param_groups[0]["lr"])
         # each tensor separately: some processors round differently at the end of a vector
-        vectors = map(self.flat_params.views, self._with(values))
-        tensors = list(zip(self.flat_params.parameters, *vectors, strict=True))
+        own = (values, self.momentum, self.variance, self.accumulated)
+        tensors = list(zip(self.flat.parameters, *map(self.flat.views, own), strict=True))
         for parameter, gradient, momentum, variance, update in tensors:
             if is_refresh:
                 beta2 = self.param_groups[0]["betas"][1]
@@ -288,18 +294,14 @@ class ZeroOneAdamDeepSpeed(Replicated):
                 parameter -= update
                 update *= self._root(variance)
         if is_sync:
-            if skip_reason := (yield from signs.mean(self.vectors["update"])):
-                return skip_reason
+            if reason := (yield from self.reducers["sums"].mean(self.accumulated)):
+                raise SkipStep(reason)
             for parameter, _, momentum, variance, update in tensors:
                 torch.div(update, -self.sum_of_lr, out=momentum)
                 parameter += update / self._root(variance)
                 update.zero_()
         if is_sync or not is_local:
             self.sum_of_lr = 0.0
-        return ""
-
-    def _with(self, values: Tensor) -> tuple[Tensor, ...]:
-        return (values, *(self.vectors[name] for name in ("momentum", "variance", "update")))
 
     def _change(
         self, parameter: Tensor, gradient: Tensor, momentum: Tensor, variance: Tensor

@@ -24,8 +24,8 @@ from gcnzc.optim.strategy.saps_psgd import saps
 from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.streaming_diloco import StreamingDiLoCo
 from gcnzc.optim.synchronous.averaged import Averaged
-from gcnzc.optim.synchronous.base import Replicated
 from gcnzc.optim.synchronous.drop_compute import DropCompute
+from gcnzc.optim.synchronous.gradient import Replicated
 from gcnzc.optim.synchronous.one_bit_adam import OneBitAdam
 from gcnzc.optim.synchronous.one_bit_lamb import OneBitLamb
 from gcnzc.optim.synchronous.zero_one_adam import ZeroOneAdam

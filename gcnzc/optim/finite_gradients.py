@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.kernels.finite import are_finite, can_be_squared, square_limit
-from gcnzc.optim.flat_parameters import to_device
+from gcnzc.optim.flat import to_device
 from gcnzc.system.scalars import read_scalars
 
 

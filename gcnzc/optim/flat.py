@@ -37,13 +37,18 @@ class FlatParameters:
     Args:
         groups: the `param_groups` of an optimizer. Parameters without `requires_grad` are excluded.
         parameters: the trained parameters in the order of the vector; that of the groups if None.
+        dtype: dtype of the vectors; float64 if any parameter has it, else float32, if None.
 
     Raises:
         ValueError: no parameter has `requires_grad`, or the parameters are on several devices.
     """
 
     def __init__(
-        self, groups: Sequence[dict[str, Any]], parameters: Sequence[Tensor] | None = None
+        self,
+        groups: Sequence[dict[str, Any]],
+        parameters: Sequence[Tensor] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.segments: list[Segment] = []
         self.num_uncompressed = begin = 0
@@ -74,8 +79,11 @@ class FlatParameters:
             )
         self.device = self.parameters[0].device
         has_double = any(each.dtype == torch.float64 for each in self.parameters)
-        self.dtype = torch.float64 if has_double else torch.float32
+        self.dtype = dtype or (torch.float64 if has_double else torch.float32)
         """dtype of the flat vectors"""
+        is_on_cpu = self.device.type == "cpu"
+        self.tile_elements = min(begin, TILE_ELEMENTS) if is_on_cpu else begin
+        """elements of the longest slice of `tiles`"""
         self._scratch: Tensor | None = None
 
     def _reorder(self, parameters: Sequence[Tensor]) -> None:
@@ -120,14 +128,17 @@ class FlatParameters:
         a GPU it is the whole slice of a group.
         """
         for whole, options in self.slices(begin):
-            size = whole.stop - whole.start
-            step = TILE_ELEMENTS if self.device.type == "cpu" else max(1, size)
-            for at in range(whole.start, whole.stop, step):
-                yield slice(at, min(at + step, whole.stop)), options
+            for here in self.tiles_of(whole):
+                yield here, options
 
-    def zeros(self) -> Tensor:
-        """Return zeros (n,) on the device of the parameters."""
-        return torch.zeros(self.num_elements, dtype=self.dtype, device=self.device)
+    def tiles_of(self, whole: slice) -> Iterator[slice]:
+        """Iterate over the tiles of a slice; see `tiles`."""
+        for at in range(whole.start, whole.stop, max(1, self.tile_elements)):
+            yield slice(at, min(at + self.tile_elements, whole.stop))
+
+    def zeros(self, extra: int = 0) -> Tensor:
+        """Return zeros (n + extra,) on the device of the parameters."""
+        return self.empty(extra).zero_()
 
     def empty(self, extra: int = 0) -> Tensor:
         """Return an uninitialized vector (n + extra,) on the device of the parameters."""
@@ -218,6 +229,19 @@ class FlatParameters:
         if isinstance(factor, Tensor) or factor != 1.0:
             out[: self.num_elements] *= to_device(factor, out.device)
         return out
+
+    @torch.no_grad()
+    def write_gradients(self, values: Tensor, wanted: Sequence[bool]) -> None:
+        """Copy a vector (n,) into the gradients of the `wanted` parameters; set others to None."""
+        for parameter, view, is_wanted in zip(
+            self.parameters, self.views(values), wanted, strict=True
+        ):
+            if not is_wanted:
+                parameter.grad = None
+            elif parameter.grad is None or parameter.grad.is_sparse:
+                parameter.grad = view.clone()
+            else:
+                parameter.grad.copy_(view)
 
     def have_gradients(self) -> list[bool]:
         """Return for each of the P parameters whether it has a gradient now."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gcnzc.compress import Reducer
+from gcnzc.compress import Reducer, WorkerInfo
 from gcnzc.exchange import Algorithm, Caller, Group, RequestMismatch, WorkerLost, current_group, run
 from gcnzc.exchange.layout import describe_layout
 from gcnzc.exchange.sync import broadcast, check_same, dense_buffers, synchronize_buffers
@@ -395,8 +395,7 @@ class DistributedOptimizer(Optimizer):
         # as `identify_caller` does, but without a generator between this one and its driver
         caller_before = yield Caller(self.identity)
         self.check_dtypes()
-        if self.group.world_size == 1:
-            self.check_trainable()
+        self.begin_step()
         if not self.is_broadcast:
             yield from self.broadcast_model_algorithm()
         self.skip_reason, self.received_signals = "", [False] * len(self.received_signals)
@@ -416,6 +415,11 @@ class DistributedOptimizer(Optimizer):
         if self.comparison.is_due and (yield from self.compare_algorithm()):
             self.check_trainable()
         yield Caller(caller_before)
+
+    def begin_step(self) -> None:
+        """Check that a single rank has the parameters of the construction; see `algorithm`."""
+        if self.group.world_size == 1:
+            self.check_trainable()
 
     def warn_of_late_phase(self) -> None:
         """Warn on rank 0 if a phase has not begun in the middle of the run; see `late_step`."""
@@ -725,8 +729,15 @@ class DistributedOptimizer(Optimizer):
         self.declared = self._declare_state()
 
     def _declare_state(self) -> State:
-        worker = self.flat.worker_info(self.group.rank, self.group.world_size)
-        return State(self.name, self.declare(), self.flat.layout(), worker)
+        return State(self.name, self.declare(), self.state_layout(), self.describe_worker())
+
+    def state_layout(self) -> list[str]:
+        """Return a line for each parameter, such as its shape, which a state must have too."""
+        return self.flat.layout()
+
+    def describe_worker(self) -> WorkerInfo:
+        """Return what vectors of the state, and reducers, are created for."""
+        return self.flat.worker_info(self.group.rank, self.group.world_size)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state of this rank: tensors, which are not copied, and plain values.
@@ -770,11 +781,11 @@ class DistributedOptimizer(Optimizer):
         check_group_lengths(self.param_groups, groups)
         self.check_loaded_options(groups)
         self.declared.load(snapshot)
-        self.on_load()
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
         # no broadcast after this: buffers differ between ranks in the middle of a run
         self.is_broadcast = True
+        self.on_load()
 
     def check_loaded_options(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Check the options of the parameter groups of a state, before it is loaded."""
@@ -826,8 +837,6 @@ class WrappingOptimizer(DistributedOptimizer):
 
         The inner optimizer replaces its own when it loads a state.
         """
-        for group, loaded in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update(loaded)
         self.inner.param_groups, self.state = self.param_groups, self.inner.state
         self.fill_state()
 

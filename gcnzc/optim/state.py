@@ -293,10 +293,10 @@ class Errors(Field):
         if self.name not in self.owner.reducers and self.exists(Current(self.owner)):
             self.owner.reducers[self.name] = self.initial_value(worker)
 
-    def save(self) -> dict[str, Tensor] | None:
-        """See `Field`."""
+    def save(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return the errors by the name of the reducer, if it exists."""
         reducer = self.owner.reducers.get(self.name)
-        return None if reducer is None else reducer.errors()
+        return {} if reducer is None else {self.name: reducer.errors()}
 
     def initial_value(self, worker: WorkerInfo) -> Reducer:
         """See `Field`: a new reducer."""
@@ -378,7 +378,9 @@ class State:
     def __init__(
         self, optimizer: str, fields: Sequence[Field], layout: Sequence[str], worker: WorkerInfo
     ) -> None:
-        self.optimizer, self.fields = optimizer, list(fields)
+        self.optimizer = optimizer
+        # whether there is a reducer depends on other values
+        self.fields = sorted(fields, key=lambda field: isinstance(field, Errors))
         self.layout, self.worker = list(layout), worker
         keys = [(type(field) is Errors, field.key) for field in self.fields]
         assert len(set(keys)) == len(keys), f"two fields have one name: {keys}"
@@ -393,17 +395,23 @@ class State:
         """Return the state of this rank; tensors are not copied."""
         sections: dict[str, dict[str, Any]] = {name: {} for name in [*SECTIONS.values(), "errors"]}
         for field in self.fields:
-            section = "errors" if isinstance(field, Errors) else field.section
-            if (value := field.save()) is not None:
-                sections[section][field.key] = value
+            if isinstance(field, Errors):
+                sections["errors"] |= field.save()
+            elif (value := field.save()) is not None:
+                sections[field.section][field.key] = value
         return {
             **sections,
-            "resize": {field.key: field.resize for field in self.fields},
+            "resize": self.rules,
             "optimizer": self.optimizer,
             "layout": self.layout,
             "rank": self.worker.rank,
             "world_size": self.worker.world_size,
         }
+
+    @property
+    def rules(self) -> dict[str, str]:
+        """What happens to each field if the number of ranks changes."""
+        return {field.key: field.resize for field in self.fields}
 
     def load(self, snapshot: Mapping[str, Any]) -> None:
         """Load a snapshot of this rank, or a result of `resize_state`.
@@ -434,6 +442,8 @@ class State:
                 "the states of all ranks for another number of ranks"
             )
         check_layout(self.layout, snapshot["layout"])
+        if snapshot.get("resize") != self.rules:
+            raise_damaged("the rules of the state for another number of ranks differ")
         values = {key: value for each in SECTIONS.values() for key, value in snapshot[each].items()}
         values["errors"] = snapshot["errors"]
         values["saved_world_size"] = snapshot.get(RESIZED_FROM, snapshot["world_size"])
@@ -444,14 +454,13 @@ class State:
     @property
     def num_bytes(self) -> int:
         """The memory of the tensors of the state between steps, without the inner optimizer's."""
-        own = [
-            field
-            for field in self.fields
-            if not isinstance(field, Inner) and not getattr(field, "is_computed", False)
-        ]
-        saved = [field.save() for field in own]
-        parts = [each.values() if isinstance(each, Mapping) else [each] for each in saved]
-        return sum(each.nbytes for part in parts for each in part if isinstance(each, Tensor))
+        found: list[Any] = []
+        for field in self.fields:
+            if isinstance(field, Errors):
+                found += [each for errors in field.save().values() for each in errors.values()]
+            elif isinstance(field, Vector) and not field.is_computed:
+                found.append(field.save())
+        return sum(each.nbytes for each in found if each is not None)
 
 
 def raise_damaged(what: str) -> NoReturn:

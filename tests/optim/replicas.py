@@ -32,7 +32,14 @@ def saved(optimizer):
 def tensors_of(optimizer):
     """Copies of all that a step may change, but for the parameters."""
     errors = [error for each in optimizer.reducers.values() for error in each.errors().values()]
-    return [each.clone() for each in (*optimizer.vectors.values(), *errors)]
+    shared = [each for each in optimizer.snapshot()["shared"].values() if torch.is_tensor(each)]
+    return [each.clone() for each in (*shared, *errors)]
+
+
+def numbers_of(optimizer):
+    """The values of the shared state that are no tensors."""
+    shared = optimizer.snapshot()["shared"]
+    return {name: value for name, value in shared.items() if not torch.is_tensor(value)}
 
 
 def train_as_worker(steps):
@@ -40,4 +47,4 @@ def train_as_worker(steps):
         model = Everything().float()
         optimizer = OneBitAdam(model.parameters(), lr=0.01, warmup=5, refresh=4, group=group)
         run(taught(model, optimizer, steps), group)
-        return values_of(model), tensors_of(optimizer), optimizer.numbers
+        return values_of(model), tensors_of(optimizer), numbers_of(optimizer)

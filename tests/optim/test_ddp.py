@@ -6,7 +6,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from optim.models import Everything, batches, loss_of
-from optim.replicas import tensors_of, train_as_worker, values_of
+from optim.replicas import numbers_of, tensors_of, train_as_worker, values_of
 from processes import results
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -47,7 +47,7 @@ def train_under_ddp(hook):
         differed |= not torch.equal(*everyones)
         optimizer.weight = len(share) * world_size / len(rows)
         optimizer.step()
-    found = values_of(model), tensors_of(optimizer), optimizer.numbers
+    found = values_of(model), tensors_of(optimizer), numbers_of(optimizer)
     optimizer.group.close()
     # otherwise its destructor may hang: see gcnzc.optim.ddp
     del wrapped

@@ -133,14 +133,14 @@ def test_an_automatic_warm_up_ends_if_the_variance_never_becomes_stable(
         options["total_steps"] = total_steps
     parameters, optimizers = build_team(method, 20, **options)
     train(parameters, optimizers, 60, growth=1.05)
-    assert [optimizer.numbers["frozen_at"] for optimizer in optimizers] == [expected, expected]
+    assert [optimizer.frozen_at for optimizer in optimizers] == [expected, expected]
 
 
 def test_an_automatic_warm_up_takes_at_least_the_requested_steps():
     options = {"warmup": None, "betas": (0.9, 0.9), "warmup_range": (55, None)}
     parameters, optimizers = build_team("onebit-adam", 20, **options)
     train(parameters, optimizers, 60, growth=1.05)
-    assert optimizers[0].numbers["frozen_at"] == 55
+    assert optimizers[0].frozen_at == 55
 
 
 LATE = {

@@ -70,8 +70,8 @@ def test_while_they_settle_they_take_steps_of_adam_with_a_corrected_variance():
             variance = variance + (gradient.square() - variance) * 0.001 / (1 - 0.999**age)
         x = x - 0.01 * momentum / (1 - 0.9**step) / (variance.sqrt() + 1e-8)
         torch.testing.assert_close(seen[step - 1], x, rtol=1e-5, atol=1e-6)
-    assert "settling" not in optimizer.vectors
-    assert "active" not in optimizer.vectors
+    assert not len(optimizer.settling)
+    assert optimizer.active is None
 
 
 def test_their_gradients_are_exchanged_uncompressed_while_they_settle():

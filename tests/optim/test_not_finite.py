@@ -99,7 +99,7 @@ def test_pending_gradients_do_not_overflow_a_short_dtype(name):
     train(tables, optimizers, 1, FIRST - 1)
     for optimizer in optimizers:
         # so that gradients add up for longer
-        optimizer.numbers["reactivate_from"] = FIRST + 4
+        optimizer.reactivate_from = FIRST + 4
     train(tables, optimizers, FIRST, FIRST + 8, scale=1e4)
     assert [optimizer.skipped for optimizer in optimizers] == [0, 0]
     assert not torch.equal(tables[0][ROW], torch.ones(4))

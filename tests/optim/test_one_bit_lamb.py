@@ -222,7 +222,7 @@ def test_without_compression_it_follows_its_equations_after_the_freeze(correct, 
             mean_of([gradients_of(step, rank, each, scales) for rank, each in enumerate(models)])
         )
         take_step(models, optimizers, step, scales=scales)
-        factors.append(optimizers[0].vectors["factor"].tolist())
+        factors.append(optimizers[0].factor.tolist())
         for found, right in zip(models[0], plain.parameters, strict=True):
             torch.testing.assert_close(found.detach(), right, rtol=1e-10, atol=1e-12)
     assert optimizers[0].is_frozen
@@ -238,18 +238,17 @@ def test_replicas_stay_equal_with_two_collectives_per_step(world_size):
     for step in range(10):
         entries = take_step(models, optimizers, step).ledgers[0].entries
         assert all(are_equal(model, models[0]) for model in models)
-        vectors = [optimizer.vectors for optimizer in optimizers]
-        for name, vector in vectors[0].items():
-            assert all(torch.equal(each[name], vector) for each in vectors), name
+        shared, *others = (optimizer.snapshot()["shared"] for optimizer in optimizers)
+        for name, value in shared.items():
+            for other in others:
+                assert torch.equal(torch.as_tensor(other[name]), torch.as_tensor(value)), name
         if step >= 3:
             sent = sum(entry.bytes_sent for entry in entries.values())
             assert {kind: entry.requests for kind, entry in entries.items()} == {
                 "AllToAll": 1,
                 "AllGather": 1,
             }
-            assert sent == Sign().bytes_sent(
-                optimizers[0].flat_params.num_elements, world_size, extras=2
-            )
+            assert sent == Sign().bytes_sent(optimizers[0].flat.num_elements, world_size, extras=2)
 
 
 def test_scalings_give_all_tensors_the_same_magnitude():
@@ -258,11 +257,11 @@ def test_scalings_give_all_tensors_the_same_magnitude():
     for step in range(4):
         take_step(models, optimizers, step, scales=scales)
     optimizer = optimizers[0]
-    momenta = optimizer.flat_params.views(optimizer.vectors["momentum"])
+    momenta = optimizer.flat.views(optimizer.momentum)
     magnitudes = torch.stack([each.square().mean().sqrt() for each in momenta])
     assert magnitudes.max() / magnitudes.min() > 1000
     torch.testing.assert_close(
-        optimizer.vectors["scaling"] * magnitudes, magnitudes.mean().expand(4), rtol=1e-12, atol=0
+        optimizer.scaling * magnitudes, magnitudes.mean().expand(4), rtol=1e-12, atol=0
     )
 
 
@@ -293,7 +292,7 @@ def test_rows_without_a_gradient_are_inactive(decay):
     assert torch.equal(now, asleep) == (decay == 0)
     assert not torch.equal(models[0][0][:2], random_lists(0)[0][:2])
     # that of a sleeping element, eps / eps, would keep it at 1
-    assert optimizers[0].vectors["factor"][0] < 0.8
+    assert optimizers[0].factor[0] < 0.8
 
 
 @pytest.mark.parametrize("reactivate", ["step", "refresh"])
@@ -306,16 +305,14 @@ def test_rows_are_reactivated_by_a_gradient(reactivate):
         rows = slice(0, 2) if step < 5 else slice(0, 4)
         take_step(models, optimizers, step, table_with(rows))
         assert all(are_equal(model, models[0]) for model in models)
-        assert ("active" not in optimizers[0].vectors) == (
-            step < 2 or (reactivate == "step" and step > 7)
-        )
+        assert (optimizers[0].active is None) == (step < 2 or (reactivate == "step" and step > 7))
     moved = (models[0][0].detach()[2:] - before).abs().max()
     if reactivate == "refresh":
         assert moved == 0
     else:
         assert 0 < moved < 1
         # known from their first gradient alone, as the frozen variance of them is
-        assert torch.all(optimizers[0].vectors["fresh"] > 0)
+        assert torch.all(optimizers[0].fresh > 0)
 
 
 def test_an_unused_tensor_is_inactive_as_a_whole_and_reactivated():
@@ -324,7 +321,7 @@ def test_an_unused_tensor_is_inactive_as_a_whole_and_reactivated():
     for step in range(6):
         take_step(models, optimizers, step, lambda _, gradients: gradients.__setitem__(1, None))
     assert torch.equal(models[0][1], before)
-    scaling, trust = optimizers[0].vectors["scaling"], optimizers[0].vectors["trust_weight"]
+    scaling, trust = optimizers[0].scaling, optimizers[0].trust_weight
     assert scaling[1] == 0
     assert trust[1] == 0
     for step in range(6, 14):
@@ -333,13 +330,10 @@ def test_an_unused_tensor_is_inactive_as_a_whole_and_reactivated():
     assert all(are_equal(model, models[0]) for model in models)
     assert 0 < (models[0][1].detach() - before).abs().max() < 1
     # its own warm-up has as many steps as the first
-    vectors = optimizer.vectors
-    assert vectors["trust_weight"][1] == pytest.approx(1 - 0.9**3)
-    assert 0.01 <= vectors["trust"][1] / vectors["trust_weight"][1] <= 10
-    momenta = [
-        each.square().mean().sqrt() for each in optimizer.flat_params.views(vectors["momentum"])
-    ]
-    sent = vectors["scaling"] * torch.stack(momenta)
+    assert optimizer.trust_weight[1] == pytest.approx(1 - 0.9**3)
+    assert 0.01 <= optimizer.trust[1] / optimizer.trust_weight[1] <= 10
+    momenta = [each.square().mean().sqrt() for each in optimizer.flat.views(optimizer.momentum)]
+    sent = optimizer.scaling * torch.stack(momenta)
     assert 0.1 < sent[1] / sent.mean() < 10
 
 
@@ -348,7 +342,7 @@ def test_a_tensor_with_tiny_momentum_at_the_freeze_does_not_dominate_others():
     quiet = [1.0, 1e-30, 1.0, 1.0]
     for step in range(8):
         take_step(models, optimizers, step, scales=quiet if step < 4 else None)
-    assert optimizers[0].vectors["scaling"][1] == MAX_SCALING
+    assert optimizers[0].scaling[1] == MAX_SCALING
     assert [optimizer.skipped for optimizer in optimizers] == [0, 0]
     assert all(parameter.isfinite().all() for parameter in models[0])
 
@@ -362,13 +356,13 @@ def test_factors_stay_in_range_if_gradients_vanish(eps):
     before = [1.0] * len(SHAPES)
     for step in range(150):
         take_step(models, optimizers, step, scales=[0.0] * len(SHAPES) if step > 4 else None)
-        factors = optimizers[0].vectors["factor"].tolist()
+        factors = optimizers[0].factor.tolist()
         for factor, last in zip(factors, before, strict=True):
             assert 0.5 <= factor <= 4
             assert 0.9 * last * (1 - 1e-12) <= factor <= 1.1 * last * (1 + 1e-12)
         before = factors
     # the fresh variance is no more than 2^-140 of what it was, and the parameters are numbers
-    assert optimizers[0].vectors["fresh"].max() < 1e-37
+    assert optimizers[0].fresh.max() < 1e-37
     assert all(parameter.isfinite().all() for parameter in models[0])
     assert max(before) > 1
 

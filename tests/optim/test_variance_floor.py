@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from gcnzc.compress import Blocks, Dense, Sign, TopK
 from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import OneBitAdam, ZeroOneAdam
-from gcnzc.optim.synchronous.masked import raise_to_neighbours
+from gcnzc.optim.synchronous.inactive import raise_to_neighbours
 
 STEPS = 60
 

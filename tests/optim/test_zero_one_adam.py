@@ -250,7 +250,7 @@ def test_without_compression_a_synchronization_is_the_mean_of_local_steps(world_
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
 def test_replicas_are_bitwise_equal_after_each_synchronization(world_size):
     models, optimizers = made(world_size, dtype=torch.float32, weight_decay=0.1)
-    n = optimizers[0].flat_params.num_elements
+    n = optimizers[0].flat.num_elements
     were_apart = 0
     for step in range(1, 41):
         kind = optimizers[0].exchange
@@ -266,7 +266,7 @@ def test_replicas_are_bitwise_equal_after_each_synchronization(world_size):
             were_apart += 1
             continue
         assert are_alike(models)
-        assert torch.equal(optimizers[0].vectors["momentum"], optimizers[-1].vectors["momentum"])
+        assert torch.equal(optimizers[0].momentum, optimizers[-1].momentum)
         if kind == "gradient":
             assert sum(requests.values()) == 1
             assert "AllToAll" not in requests
@@ -292,9 +292,9 @@ def test_in_a_local_step_a_non_finite_gradient_is_replaced_by_the_momentum():
     differentiate(twins, 15)
     models[1].second.grad[0] = math.nan
     # what leaves a momentum as it is
-    momentum = others[1].vectors["momentum"]
+    momentum = others[1].momentum
     for parameter, view in zip(
-        others[1].flat_params.parameters, others[1].flat_params.views(momentum), strict=True
+        others[1].flat.parameters, others[1].flat.views(momentum), strict=True
     ):
         parameter.grad.copy_(view)
     for each in (optimizers, others):
@@ -443,9 +443,9 @@ def test_gradients_are_clipped_by_one_factor_in_exchanged_steps():
     free, others = made(2, compress=Dense(), eps=1e-3)
     for pair in ((models, optimizers), (free, others)):
         train(*pair, 23)
-    momentum = optimizers[0].vectors["momentum"]
+    momentum = optimizers[0].momentum
     assert 0 < momentum.norm() <= 0.1
-    assert others[0].vectors["momentum"].norm() > 0.1
+    assert others[0].momentum.norm() > 0.1
     train(models, optimizers, 24, 23)
     assert are_alike(models)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gcnzc.compress import Compression, Reducer
+from gcnzc.compress import Compression, Dense, Reducer, WorkerInfo
 from gcnzc.compress.reducer import check_error_values
 from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Group, Mean
@@ -24,12 +24,13 @@ from gcnzc.exchange.layout import group_by_dtype
 from gcnzc.exchange.sync import check_same
 from gcnzc.kernels.finite import can_be_squared, mark_large
 from gcnzc.optim.finite_gradients import count_bad_elements, have_finite_gradients
-from gcnzc.optim.flat_parameters import FlatParameters, to_device
+from gcnzc.optim.flat import FlatParameters, to_device
 from gcnzc.optim.group_options import option_lines, trained_lines
-from gcnzc.optim.resize import check_is_inner, check_mapping
-from gcnzc.optim.state_layout import add_counts, check_inner_state, check_value, split_counts
+from gcnzc.optim.method import SkipStep, WrappingOptimizer
+from gcnzc.optim.resize import check_is_inner
+from gcnzc.optim.state import Errors, Field, Inner, Values
+from gcnzc.optim.state_layout import add_counts, check_inner_state, split_counts
 from gcnzc.optim.validation import check_above_zero
-from gcnzc.optim.wrapper import Wrapper
 from gcnzc.system.scalars import read_scalars, scalars_like
 
 # Steps of an optimizer at some elements of its parameters only.
@@ -146,7 +147,7 @@ def mean_of_sparse(parameter: nn.Parameter, factor: float | Tensor) -> Algorithm
     ).coalesce()
 
 
-class Averaged(Wrapper):
+class Averaged(WrappingOptimizer):
     """Wraps an optimizer of torch and averages the gradients of all ranks before its `step`.
 
     Rank 0's parameters are broadcast at the start. A missing gradient counts as zeros if another
@@ -181,6 +182,10 @@ class Averaged(Wrapper):
         ValueError: an option is out of range.
     """
 
+    may_share = True
+    """whether the state is the same on all ranks without compression"""
+    compared_options = ("inner_name", "compress", "clip_norm", "momentum")
+
     def __init__(
         self,
         inner: Optimizer,
@@ -195,51 +200,71 @@ class Averaged(Wrapper):
         if clip_norm is not None:
             check_above_zero("clip_norm", clip_norm)
         check_compression(compress)
-        super().__init__(inner, group, signals, module)
         self.compress, self.clip_norm = compress, clip_norm
         self.momentum = choose_momentum(momentum, compress)
-        self.is_shared = compress is None
-        self.share_inner_state()
+        self.is_shared = compress is None and self.may_share
+        self.inner_name = type(inner).__name__
         self.broadcast_names: set[str] = set()
         """names of the tensors that were broadcast; tensors of a copy have other ids"""
+        super().__init__(inner, group, signals=signals, module=module)
+
+    def start(self) -> None:
+        """See `DistributedOptimizer`."""
+        self.share_inner_state()
         self._lay_out()
         self.connect()
+
+    def fill_state(self) -> None:
+        """See `DistributedOptimizer`; a state that all ranks share is the inner optimizer's."""
+        if not self.is_shared:
+            super().fill_state()
 
     def _lay_out(self) -> None:
         """Lay out the gradients for the current parameters and their `requires_grad`."""
         for group in self.param_groups:
             self.check_param_group(group)
-        rank, world_size = self.group.rank, self.group.world_size
         self.record_parameters()
-        self.gradients = Gradients(self.named_parameters(), self.compress, rank, world_size)
+        self.gradients = Gradients(self.named_parameters(), self.compress, self.describe_worker())
+        self.declared = self._declare_state()
         # parameters may have been added
         self.is_broadcast = False
 
     def layout_lines(self) -> list[str]:
-        """See `DistributedOptimizer`."""
-        inner = type(self.inner).__name__
-        own = f"clip_norm={self.clip_norm}, momentum={self.momentum}"
-        return [f"Averaged({inner}, compress={self.compress}, {own})"]
+        """See `DistributedOptimizer`; the first step compares options of parameter groups."""
+        return [self.describe_options()]
 
     def tensors_to_broadcast(self) -> list[tuple[str, Tensor]]:
         """See `DistributedOptimizer`: those that were not broadcast before."""
-        return [pair for pair in self.tensors() if pair[0] not in self.broadcast_names]
+        tensors = super().tensors_to_broadcast()
+        return [pair for pair in tensors if pair[0] not in self.broadcast_names]
 
     def on_broadcast(self) -> None:
         """See `DistributedOptimizer`."""
-        self.broadcast_names |= {name for name, _ in self.tensors()}
+        self.broadcast_names |= {name for name, _ in super().tensors_to_broadcast()}
+
+    # --- the state
+
+    def declare(self) -> list[Field]:
+        """See `DistributedOptimizer`."""
+        return [*super().declare(), Inner(self), GradientErrors(self)]
 
     def state_layout(self) -> list[str]:
         """See `DistributedOptimizer`: names and shapes."""
         return [f"{name} {tuple(each.shape)}" for name, each in self.named_parameters()]
 
-    def errors(self) -> dict[str, Mapping[str, Tensor]]:
-        """See `DistributedOptimizer`."""
-        return self.gradients.errors()
+    def describe_worker(self) -> WorkerInfo:
+        """See `DistributedOptimizer`; the gradients may be of several dtypes."""
+        device = self.param_groups[0]["params"][0].device
+        return WorkerInfo(self.group.rank, self.group.world_size, device, torch.float32)
 
-    def load_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """See `DistributedOptimizer`; applied in the first step if no step was taken."""
-        self.gradients.load_errors(errors)
+    def snapshot(self) -> dict[str, Any]:
+        """See `DistributedOptimizer`.
+
+        Without compression, it is the same on all ranks: the inner optimizer's, with `add_counts`.
+        """
+        if self.is_shared:
+            return add_counts(self.inner.state_dict(), steps=self.steps, skipped=self.skipped)
+        return super().snapshot()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; see `snapshot`."""
@@ -247,66 +272,26 @@ class Averaged(Wrapper):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state; without compression, a state dict of the inner optimizer."""
-        if self.is_shared:
-            inner, _ = split_counts(state_dict)
-            self.check_loaded_options(inner["param_groups"])
-            self.restore(state_dict)
-            self.mark_loaded()
-        else:
-            super().load_state_dict(state_dict)
-
-    def snapshot(self) -> dict[str, Any]:
-        """See `DistributedOptimizer`: `inner`, and the compression `errors` of this rank.
-
-        Without compression, it is the same on all ranks: the inner optimizer's, with `add_counts`.
-        """
-        inner = self.inner.state_dict()
-        if self.is_shared:
-            return add_counts(inner, steps=self.steps, skipped=self.skipped)
-        return {
-            "inner": inner,
-            "shared": {"skipped": self.skipped, "numbers": {"steps": self.steps}},
-            "local": {},
-            "shards": {},
-            **self.rank_state(),
-        }
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Load a snapshot; with compression, one of this rank and the same number of ranks.
-
-        Raises:
-            ValueError: the compression errors are of another rank, or of another number of ranks;
-                or the state is of other parameters. Nothing is loaded then.
-        """
-        if self.is_shared:
-            check_is_inner(snapshot)
-            inner, counts = split_counts(snapshot)
-        else:
-            check_mapping(snapshot, "inner")
-            self.check_rank_state(snapshot)
-            self.check_state(snapshot)
-            inner, shared = snapshot["inner"], snapshot["shared"]
-            counts = {"skipped": shared["skipped"], **shared["numbers"]}
-        check_inner_state(self.inner, inner)
         if not self.is_shared:
-            self.load_errors(snapshot["errors"])
-        self.inner.load_state_dict(dict(inner))
-        self.share_inner_state()
+            super().load_state_dict(state_dict)
+            return
+        inner, counts = split_counts(state_dict)
+        self.check_loaded_options(inner["param_groups"])
+        check_is_inner(state_dict)
+        check_inner_state(self.inner, inner)
+        self.inner.load_state_dict(inner)
+        for group, loaded in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update(loaded)
+        self.is_broadcast = True
+        self.on_load()
         self.skipped = counts.get("skipped", self.skipped)
         self.steps = counts["steps"] if "steps" in counts else self._count_inner_steps()
-        # no broadcast after this: buffers differ between ranks in the middle of a run
-        self.is_broadcast = True
+        self.mark_loaded()
+
+    def on_load(self) -> None:
+        """See `DistributedOptimizer`."""
+        super().on_load()
         self.on_broadcast()
-
-    def check_state(self, snapshot: Mapping[str, Any]) -> None:
-        """Check the numbers and the compression errors of a snapshot, before anything is loaded.
-
-        Raises:
-            ValueError: one is missing or damaged.
-        """
-        check_value(snapshot["shared"], "skipped")
-        check_value(snapshot["shared"]["numbers"], "steps")
-        self.gradients.check_errors(snapshot["errors"])
 
     def _count_inner_steps(self) -> int:
         """Return the inner optimizer's number of steps; the current one if it has none, as SGD."""
@@ -336,21 +321,22 @@ class Averaged(Wrapper):
             # before the first exchange `determine_layout` compares the layouts
             self._update_layout()
 
-    def take_step(self) -> Algorithm[str]:
+    def take_step(self) -> Algorithm[None]:
         """See `DistributedOptimizer`: the inner optimizer's step, on all ranks or on none."""
         if self.group.world_size == 1:
             # with one rank, the gradients are the means
             self.received_signals = list(self.signals)
-            return self._step_alone()
-        flags = yield from self._exchange_gradients()
-        if (yield from self.compare_algorithm()) and self._update_layout():
-            # all ranks have changed the same parameters, and no gradient was written yet
-            yield from self.broadcast_model_algorithm()
+            self._scale_own_gradients()
+        else:
             flags = yield from self._exchange_gradients()
-        if not flags.skip_reason:
+            if (yield from self.compare_algorithm()) and self._update_layout():
+                # all ranks have changed the same parameters, and no gradient was written yet
+                yield from self.broadcast_model_algorithm()
+                flags = yield from self._exchange_gradients()
+            if flags.skip_reason:
+                raise SkipStep(flags.skip_reason)
             self.gradients.write(flags)
-            self._inner_step()
-        return flags.skip_reason
+        self._inner_step()
 
     def _update_layout(self) -> bool:
         """Lay out the gradients again if `requires_grad` or the parameters have changed.
@@ -377,13 +363,11 @@ class Averaged(Wrapper):
         self.receive_common([share * world_size for share in flags.shares], world_size)
         return flags
 
-    def _step_alone(self) -> str:
+    def _scale_own_gradients(self) -> None:
         parameters = [parameter for _, parameter in self.gradients.named]
         if not have_finite_gradients(parameters, self.gradient_factor()):
-            return "a gradient is not finite or too large"
+            raise SkipStep("a gradient is not finite or too large")
         self.scale_gradients(parameters)
-        self._inner_step()
-        return ""
 
     def _inner_step(self) -> None:
         if self.clip_norm is not None:
@@ -395,7 +379,7 @@ class Averaged(Wrapper):
             self.inner.step()
         if not self.state:
             # as with SGD: torch.distributed.checkpoint would call `step` in each `state_dict`
-            self.fill_state()
+            super().fill_state()
 
 
 @dataclass(frozen=True)
@@ -418,19 +402,17 @@ class Gradients:
     Args:
         named: names and parameters, the same on all ranks; frozen parameters are ignored.
         compress: compression of float32 and float64 gradients; None averages them uncompressed.
-        rank: this rank.
-        world_size: the number of ranks.
+        worker: this rank.
     """
 
     def __init__(
         self,
         named: Iterable[tuple[str, nn.Parameter]],
         compress: Compression | None,
-        rank: int,
-        world_size: int,
+        worker: WorkerInfo,
     ) -> None:
         self.named = [(name, p) for name, p in named if p.requires_grad]
-        self.compress, self.rank, self.world_size = compress, rank, world_size
+        self.compress, self.rank, self.world_size = compress, worker.rank, worker.world_size
         # the layout and the memory of one vector for each dtype and device
         self.layouts: list[FlatParameters] = []
         self.vectors: list[Tensor] = []
@@ -545,7 +527,7 @@ class Gradients:
         dense = [pair for pair, kind in zip(self.named, known, strict=True) if kind != SPARSE]
         self.sparse = [p for (_, p), kind in zip(self.named, known, strict=True) if kind == SPARSE]
         self.layouts = [
-            FlatParameters([{"params": [p for _, p in pairs]}], pairs[0][1].dtype)
+            FlatParameters([{"params": [p for _, p in pairs]}], dtype=pairs[0][1].dtype)
             for pairs in group_by_dtype(dense)
         ]
         # a flag for each parameter, and the signals
@@ -600,6 +582,30 @@ class Gradients:
         for number, reducer in enumerate(self.reducers):
             if reducer is not None:
                 reducer.load_errors(errors.get(str(number), {}))
+
+
+class GradientErrors(Errors):
+    """The compression errors of `Averaged.gradients`, whose reducers the first step creates."""
+
+    owner: Averaged
+
+    def __init__(self, owner: Averaged) -> None:
+        super().__init__(owner, "gradients", Dense(), 0)
+
+    def allocate(self, worker: WorkerInfo) -> None:
+        """See `Field`; does nothing."""
+
+    def save(self) -> dict[str, Mapping[str, Tensor]]:
+        """See `Errors`."""
+        return self.owner.gradients.errors()
+
+    def check(self, values: Values, worker: WorkerInfo) -> None:
+        """See `Field`."""
+        self.owner.gradients.check_errors(values["errors"])
+
+    def load(self, values: Values, worker: WorkerInfo) -> None:
+        """See `Field`."""
+        self.owner.gradients.load_errors(values["errors"])
 
 
 def _skip_reason(bad: int) -> Algorithm[str]:

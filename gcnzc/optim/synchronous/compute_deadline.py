@@ -9,14 +9,12 @@ passes are timed separately, or else 1.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from gcnzc.exchange import Algorithm, AllGather
-from gcnzc.optim.resize import check_mapping
-from gcnzc.optim.state_layout import SavedTensor, check_numbers, check_tensor, check_value
+from gcnzc.optim.state import Field, Number, Values, Vector
 from gcnzc.optim.synchronous.compute_clock import ComputeClock
 from gcnzc.optim.synchronous.effective_speed import (
     NO_THRESHOLD,
@@ -78,30 +76,99 @@ class ComputeDeadline:
         )
         self.micro_batches, self.calibration = micro_batches, (first, last)
         self.max_dropped, self.clock = max_dropped, clock
-        self.threshold_s = math.inf
-        """the current threshold in seconds; infinite for none"""
-        self.prediction: ComputeThreshold | None = None
-        """the predicted effect of a measured threshold; None if none was measured"""
-        self.is_calibrating = False
-        """whether the steps are measured, or will be, and nothing is dropped"""
-        self._restart()
+        self.options = self.describe()
+        """the options with which a state was saved, until `on_load`"""
         self.calibrations = 0
         """number of measurements that have ended"""
         self._events: list[TimedEvent] = []
         # the events of the last measured step
         self._pending: list[TimedEvent] = []
+        self._restart()
 
     def _restart(self) -> None:
         """Begin a measurement, unless a threshold was given."""
         self.is_calibrating = self.requested_s is None
-        self.threshold_s = math.inf if self.requested_s is None else self.requested_s
-        self.prediction = None
-        self._steps = 0
+        """whether the steps are measured, or will be, and nothing is dropped"""
+        self.measured: list[float] = []
+        """the predicted effect of a measured threshold: effective speed, dropped fraction, and the
+        threshold unless it is infinite; empty if none was measured"""
+        self.num_steps = 0
         """number of steps since the measurement began or ended"""
-        self._dropped = 0.0
+        self.dropped = 0.0
         """sum of the fractions that were dropped in these steps"""
         # for each measured step, the ends of M * P parts, and the seconds after the last one
-        self._rows: list[list[float]] = []
+        self._times: list[float] = []
+
+    def declare(self) -> list[Field]:
+        """Return the fields of the state; the times are this rank's own."""
+
+        def are_times(times: torch.Tensor, values: Values) -> bool:
+            # those of other options are not used
+            return values["deadline options"] != self.describe() or not len(times) % self.columns
+
+        def num_times(values: Values) -> int:
+            found = values.get("deadline times")
+            return found.numel() if isinstance(found, torch.Tensor) else 0
+
+        return [
+            Number(self, "options", ""),
+            Number(self, "is_calibrating", False),
+            Number(self, "calibrations"),
+            Number(self, "measured", []),
+            Number(self, "num_steps"),
+            Number(self, "dropped", 0.0),
+            Vector(
+                self,
+                "times",
+                num_times,
+                torch.float64,
+                "local",
+                "drop",
+                is_valid=are_times,
+                on_host=True,
+                is_computed=True,
+            ),
+        ]
+
+    state_prefix = "deadline"
+
+    @property
+    def threshold_s(self) -> float:
+        """The current threshold in seconds; infinite for none."""
+        if self.requested_s is not None:
+            return self.requested_s
+        return self.measured[2] if len(self.measured) > 2 else math.inf
+
+    @property
+    def prediction(self) -> ComputeThreshold | None:
+        """The predicted effect of a measured threshold; None if none was measured."""
+        return ComputeThreshold(self.threshold_s, *self.measured[:2]) if self.measured else None
+
+    @property
+    def columns(self) -> int:
+        """The number of times of a step."""
+        return 2 * self.micro_batches + 1
+
+    @property
+    def times(self) -> torch.Tensor:
+        """(S * (2M + 1),) float64: the times that this rank has measured and not used yet."""
+        self._read_pending()
+        return torch.tensor(self._times, dtype=torch.float64)
+
+    @times.setter
+    def times(self, values: torch.Tensor) -> None:
+        self._times = values.tolist()
+
+    def measured_times(self) -> torch.Tensor:
+        """Return `times` as (S, 2M + 1)."""
+        return self.times.view(-1, self.columns)
+
+    def on_load(self, *, is_resized: bool) -> None:
+        """Forget the times of an earlier run, and measure again if its options were others."""
+        self._events, self._pending = [], []
+        if is_resized or self.options != self.describe():
+            self._restart()
+        self.options = self.describe()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that are copied and pickled: all except events."""
@@ -144,20 +211,20 @@ class ComputeDeadline:
         yield from self.clock.update()
         # the GPU has finished the previous step, so this does not wait for it
         self._read_pending()
-        self._steps += 1
+        self.num_steps += 1
         first, last = self.calibration
         if not self.is_calibrating:
-            self._dropped += dropped
-            if self.requested_s is None and self._steps == last:
-                if self._dropped / self._steps > TOLERANCE * self.max_dropped:
+            self.dropped += dropped
+            if self.requested_s is None and self.num_steps == last:
+                if self.dropped / self.num_steps > TOLERANCE * self.max_dropped:
                     self._restart()
-                self._steps, self._dropped = 0, 0.0
-        elif self._steps >= first:
+                self.num_steps, self.dropped = 0, 0.0
+        elif self.num_steps >= first:
             if self._events:
                 self._pending = [*self._events, self.clock.record()]
             else:
-                self._rows.append(self._empty_row())
-            if self._steps == last:
+                self._times += self._empty_row()
+            if self.num_steps == last:
                 yield from self._choose()
         self._events = []
 
@@ -173,16 +240,16 @@ class ComputeDeadline:
         if len(times_s) in (self.micro_batches, 2 * self.micro_batches):
             row[: len(times_s)] = times_s
             row[-1] = begin.seconds_to(end) - times_s[-1]
-        self._rows.append(row)
+        self._times += row
 
     def _empty_row(self) -> list[float]:
         """Return the row of a step with fewer than M micro-batches on this rank."""
-        return [NOT_MEASURED] * (2 * self.micro_batches + 1)
+        return [NOT_MEASURED] * self.columns
 
     def _choose(self) -> Algorithm[None]:
         """Select the threshold of the largest effective speed; a single rank has none."""
-        gathered = yield AllGather(self.measured_times().view(-1))
-        rows = gathered.view(len(gathered), -1, 2 * self.micro_batches + 1).numpy()
+        gathered = yield AllGather(self.times)
+        rows = gathered.view(len(gathered), -1, self.columns).numpy()
         # only steps in which all ranks have timed the same parts of all micro-batches
         for passes in (2, 1):
             parts = passes * self.micro_batches
@@ -198,87 +265,13 @@ class ComputeDeadline:
             found = choose_threshold(times_s, overhead_s, self.max_dropped, passes, delay)
         # all ranks use the threshold of rank 0, because processors may round the sums differently
         values = torch.tensor([found.seconds, found.speed, found.dropped], dtype=torch.float64)
-        found = ComputeThreshold(*(yield AllGather(values))[0].tolist())
+        seconds, *effect = (yield AllGather(values))[0].tolist()
         self._restart()
         # measure again if no step can be used
         if used.size:
-            self.threshold_s, self.prediction = found.seconds, found
+            self.measured = effect if seconds == math.inf else [*effect, seconds]
             self.is_calibrating = False
             self.calibrations += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that is the same on all ranks."""
-        prediction = self.prediction
-        return {
-            "options": self.describe(),
-            # all numbers of a state are finite
-            "threshold_s": None if self.threshold_s == math.inf else self.threshold_s,
-            "prediction": prediction and [prediction.speed, prediction.dropped],
-            "is_calibrating": self.is_calibrating,
-            "calibrations": self.calibrations,
-            "steps": self._steps,
-            "dropped": self._dropped,
-        }
-
-    def measured_times(self) -> torch.Tensor:
-        """Return (S, 2M + 1) float64: the times that this rank has measured and not used yet."""
-        self._read_pending()
-        columns = 2 * self.micro_batches + 1
-        return torch.tensor(self._rows, dtype=torch.float64).view(-1, columns)
-
-    def check_state(self, state: Mapping[str, Any], local: Mapping[str, Any]) -> None:
-        """Check the arguments of `load_state_dict`, before anything is loaded.
-
-        Args:
-            state: see there.
-            local: has `times`.
-
-        Raises:
-            ValueError: a value is missing or damaged.
-        """
-        check_mapping(state, "threshold_s", "prediction")
-        check_value(state, "options", kind=str)
-        check_value(state, "is_calibrating", kind=bool)
-        for name in ("calibrations", "steps"):
-            check_value(state, name)
-        check_value(state, "dropped", kind=float)
-        if state["threshold_s"] is not None:
-            check_value(state, "threshold_s", kind=float)
-        if state["prediction"] is not None:
-            check_numbers(state, "prediction", 2)
-        times = local.get("times")
-        rows = len(times) if isinstance(times, torch.Tensor) and times.ndim else 0
-        columns = 2 * self.micro_batches + 1
-        if isinstance(times, torch.Tensor) and state["options"] != self.describe():
-            # these times are not loaded
-            columns = times.shape[-1] if times.ndim else columns
-        check_tensor(local, "times", SavedTensor((rows, columns), dtype=torch.float64))
-
-    def load_state_dict(
-        self, state: Mapping[str, Any], times: torch.Tensor, *, is_resized: bool
-    ) -> None:
-        """Restore `state_dict` and `measured_times`.
-
-        If the number of ranks or an option has changed, a measurement begins again, unless the
-        constructor was given a threshold.
-
-        Args:
-            state: a result of `state_dict`.
-            times: a result of `measured_times` of this rank.
-            is_resized: whether the state is of another number of ranks.
-        """
-        self._restart()
-        # times of the earlier run
-        self._events, self._pending = [], []
-        self.calibrations = state["calibrations"]
-        if is_resized or state["options"] != self.describe():
-            return
-        threshold_s, prediction = state["threshold_s"], state["prediction"]
-        self.threshold_s = math.inf if threshold_s is None else threshold_s
-        self.prediction = prediction and ComputeThreshold(self.threshold_s, *prediction)
-        self.is_calibrating = state["is_calibrating"]
-        self._steps, self._dropped = state["steps"], state["dropped"]
-        self._rows = times.tolist()
 
 
 def _check_threshold(threshold: float | str | None) -> float | None:

@@ -12,9 +12,9 @@ Notation: W ranks, M micro-batches.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from gcnzc.compress import Compression
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.optim.method import identify_caller
-from gcnzc.optim.resize import check_mapping
-from gcnzc.optim.state_layout import check_value
+from gcnzc.optim.state import Field, Number
 from gcnzc.optim.synchronous.averaged import Averaged, GradientMeans
 from gcnzc.optim.synchronous.compute_clock import ComputeClock
 from gcnzc.optim.synchronous.compute_deadline import CALIBRATION, MAX_DROPPED, ComputeDeadline
@@ -86,6 +85,16 @@ class DropCompute(Averaged):
     """
 
     accepts_ddp = False
+    # the ranks have measured other times
+    may_share = False
+    dropped_micro_batches: int
+    """number of micro-batches that this rank has dropped"""
+    computed_micro_batches: int
+    """number of micro-batches that this rank has computed"""
+    dropped_of_all: float
+    """number of micro-batches that were dropped, the mean over the ranks"""
+    num_ranks: int
+    """the number of ranks that saved the state"""
 
     def __init__(
         self,
@@ -111,16 +120,7 @@ class DropCompute(Averaged):
         super().__init__(
             inner, group, signals, compress=compress, clip_norm=clip_norm, module=module
         )
-        # the states of the ranks differ also without compression: they have measured other times
-        self.is_shared = False
-        self.fill_state()
         self.num_common_extras += NUM_COUNTS
-        self.dropped_micro_batches = 0
-        """number of micro-batches that this rank has dropped"""
-        self.computed_micro_batches = 0
-        """number of micro-batches that this rank has computed"""
-        self.dropped_of_all = 0.0
-        """number of micro-batches that were dropped, the mean over the ranks"""
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -270,46 +270,25 @@ class DropCompute(Averaged):
                     parameter.grad.div_(kept)
         super()._inner_step()
 
-    def snapshot(self) -> dict[str, Any]:
-        """See `DistributedOptimizer`: that of `Averaged`, the threshold, times and counts."""
-        found = super().snapshot()
-        found["shared"] |= {
-            "deadline": self.deadline.state_dict(),
-            "dropped_of_all": self.dropped_of_all,
-            "ranks": self.group.world_size,
-        }
-        found["local"] |= {
-            "times": self.deadline.measured_times(),
-            "dropped": self.dropped_micro_batches,
-            "computed": self.computed_micro_batches,
-        }
-        return found
+    def declare(self) -> list[Field]:
+        """See `DistributedOptimizer`."""
+        return [
+            *super().declare(),
+            Number(self, "dropped_of_all", 0.0),
+            Number(self, "num_ranks", self.group.world_size, least=1),
+            Number(self, "dropped_micro_batches", kind="local"),
+            Number(self, "computed_micro_batches", kind="local"),
+            *self.deadline.declare(),
+        ]
 
-    def check_state(self, snapshot: Mapping[str, Any]) -> None:
-        """See `Averaged`."""
-        super().check_state(snapshot)
-        shared, local = snapshot["shared"], snapshot["local"]
-        check_value(shared, "ranks", 1)
-        check_value(shared, "dropped_of_all", kind=float)
-        for name in ("dropped", "computed"):
-            check_value(local, name)
-        check_mapping(shared, "deadline")
-        self.deadline.check_state(shared["deadline"], local)
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Load a snapshot, see `Averaged`.
+    def on_load(self) -> None:
+        """See `DistributedOptimizer`.
 
         After `resize_state` for another number of ranks, "auto" measures the steps again.
         """
-        super().restore(snapshot)
-        shared, local = snapshot["shared"], snapshot["local"]
-        is_resized = shared["ranks"] != self.group.world_size
-        self.deadline.load_state_dict(shared["deadline"], local["times"], is_resized=is_resized)
-        self.dropped_of_all = shared["dropped_of_all"]
-        self.dropped_micro_batches, self.computed_micro_batches = (
-            local["dropped"],
-            local["computed"],
-        )
+        super().on_load()
+        self.deadline.on_load(is_resized=self.num_ranks != self.group.world_size)
+        self.num_ranks = self.group.world_size
 
     def __repr__(self) -> str:
         return f"DropCompute({self.deadline.describe()}) of {super().__repr__()}"

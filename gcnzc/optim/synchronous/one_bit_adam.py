@@ -12,29 +12,26 @@ the momentum, so error feedback corrects the compression error of a step in late
 
 Three changes to the paper concern sparse gradients, such as those of embeddings: elements with zero
 variance at the freeze are inactive until they have a gradient, then they have a warm-up of their
-own, and small variances are raised to a floor; see `gcnzc.optim.synchronous.masked` and
-`gcnzc.optim.synchronous.settling`.
+own, and small variances are raised to a floor; see `gcnzc.optim.synchronous.inactive`.
 
-Notation: n elements, the first d of them in groups with `compress=False`; k extras. Extras are
-numbers that are appended to an exchanged vector, such as signals.
+Notation: n elements, the first d of them in groups with `compress=False`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gcnzc.compress import Compression, Reducer, Sign
+from gcnzc.compress import Compression, Sign
 from gcnzc.compress.registry import check_compression
-from gcnzc.exchange import Algorithm, Group
+from gcnzc.exchange import Algorithm
 from gcnzc.optim.defaults import REFRESH, WARMUP
-from gcnzc.optim.flat_parameters import GroupSlice
-from gcnzc.optim.state_layout import check_numbers, check_value
-from gcnzc.optim.synchronous.masked import Masked
-from gcnzc.optim.validation import check_count, check_fraction, check_pair, check_unsupported
+from gcnzc.optim.state import Field, Number, Values
+from gcnzc.optim.synchronous.inactive import InactiveElements
+from gcnzc.optim.validation import check_count, check_fraction, check_pair
 from gcnzc.system.scalars import read_scalars
 
 # Detect when Adam's variance is stable, so that 1-bit Adam may freeze it.
@@ -90,7 +87,7 @@ class FreezeRule:
         return all(old > 0 and abs(new / old - 1) <= self.tolerance for old, new in pairwise(last))
 
 
-class OneBitAdam(Masked):
+class OneBitAdam(InactiveElements):
     """1-bit Adam: AdamW that exchanges the signs of momenta after a warm-up.
 
     During the warm-up and with default options, it differs in two ways from `torch.optim.AdamW`
@@ -134,17 +131,21 @@ class OneBitAdam(Masked):
             hundredth of that of adjacent elements with which the parameter shares scales, as for a
             bias before batch normalization, its variances are raised to this hundredth. 0 disables
             both, as in the paper.
-        group: the ranks that communicate; see `DistributedOptimizer`.
-        clip_norm: the maximum gradient norm; see `Replicated`. None does not clip.
-        signals: see `Replicated`.
-        total_steps: the number of steps of the run, which determines the default warm-up; None if
-            it is not known. If compression begins late in the run, rank 0 warns with a
-            `LatePhaseWarning`.
-        module: see `DistributedOptimizer`.
-        maximize: whether to maximize the objective instead of minimizing it.
-        unsupported: options of torch's Adam that are accepted only if they are off: `amsgrad`,
-            `foreach`, `fused`, `capturable`, `differentiable`.
+        options: see `Replicated` and `DistributedOptimizer`: `group`, `clip_norm`, `signals`,
+            `total_steps`, which determines the default warm-up, `module`, `maximize`. If
+            compression begins late in the run, rank 0 warns with a `LatePhaseWarning`.
     """
+
+    frozen_at: int
+    """the step of the freeze; 0 before it"""
+    next_refresh: int
+    """the first step of the next refresh"""
+    refreshed_at: int
+    """the final step of the previous refresh, or the step of the freeze"""
+    compared_options = (
+        *InactiveElements.compared_options,
+        *("warmup", "rule_options", "refresh", "refresh_steps"),
+    )
 
     def __init__(
         self,
@@ -159,271 +160,210 @@ class OneBitAdam(Masked):
         refresh: int = REFRESH,
         refresh_steps: int = 16,
         compress: Compression | None = None,
-        gradient_compression: Compression | None = None,
         bias_correction: bool = True,
         reactivate: str = "step",
         variance_floor: float = 1e-4,
-        group: Group | None = None,
-        clip_norm: float | None = None,
-        signals: int = 0,
         total_steps: int | None = None,
-        module: nn.Module | None = None,
-        maximize: bool = False,
-        **unsupported: object,
+        **options: Any,
     ) -> None:
-        check_unsupported(type(self).__name__, unsupported)
         check_count("refresh_steps", refresh_steps, 1)
         check_count("refresh", refresh)
-        if total_steps is not None:
-            check_count("total_steps", total_steps, 1)
-        if isinstance(warmup, str):
-            if warmup != "default":
-                raise ValueError(
-                    f"warmup is {warmup!r}\n\nhint: give a number of steps, 'default', or None to "
-                    "end it when the variance is stable"
-                )
-            warmup = WARMUP.warmup_steps(total_steps)
-        elif warmup is not None:
-            check_count("warmup", warmup)
-        check_pair(
-            "warmup_range", warmup_range, "the smallest and the largest length, such as (0, None)"
-        )
-        check_count("warmup_range[0]", warmup_range[0])
-        if warmup_range[1] is not None:
-            check_count("warmup_range[1]", warmup_range[1], warmup_range[0])
         check_pair("betas", betas, "two numbers, such as (0.9, 0.999)")
         check_fraction("betas[1]", betas[1])
-        self.warmup: int | None = warmup
-        self.refresh, self.refresh_steps = refresh, min(refresh_steps, refresh)
         check_compression(compress)
-        self.compress = compress or Sign()
-        self.bias_correction = bias_correction
-        self.rule = FreezeRule(betas[1], warmup_range[0])
-        max_warmup = warmup_range[1]
-        if max_warmup is None:
+        self.warmup = choose_warmup(warmup, total_steps)
+        self.rule = FreezeRule(betas[1], *check_warmup_range(warmup_range))
+        if self.rule.most is None:
             # compression must begin even if the variance never becomes stable
-            max_warmup = WARMUP.most_auto_steps(self.rule.interval, total_steps)
-        self.rule.most = max(max_warmup, warmup_range[0])
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults["maximize"] = maximize
+            most = WARMUP.most_auto_steps(self.rule.interval, total_steps)
+            self.rule.most = max(most, self.rule.least)
+        self.rule_options = f"from {self.rule.least} to {self.rule.most} steps"
+        self.refresh, self.refresh_steps = refresh, min(refresh_steps, refresh)
         super().__init__(
             params,
-            defaults,
+            *(lr, betas, eps, weight_decay),
+            compress=compress or Sign(),
+            bias_correction=bias_correction,
             reactivate=reactivate,
             variance_floor=variance_floor,
-            gradient_compression=gradient_compression,
-            group=group,
-            clip_norm=clip_norm,
-            signals=signals,
             total_steps=total_steps,
-            module=module,
+            **options,
         )
-        # `next_refresh`: first step of the next refresh; `refreshed_at`: final step of the previous
-        # refresh, or the step of the freeze
-        self.numbers |= {"frozen_at": 0, "norms": [], "next_refresh": 0, "refreshed_at": 0}
 
-    def layout_lines(self) -> list[str]:
-        """See `Replicated`."""
-        options = f"warmup {self.warmup} {self.rule}, {self.reactivate}"
-        options += f", refresh {self.refresh} {self.refresh_steps}"
-        options += f", floor {self.variance_floor:g}"
-        return [*super().layout_lines(), f"{options}, {self.compress}, {self.gradient_compression}"]
+    def declare(self) -> list[Field]:
+        """See `DistributedOptimizer`."""
+        numbers = [Number(self, name) for name in ("frozen_at", "next_refresh", "refreshed_at")]
+        return [*super().declare(), *numbers, Number(self.rule, "norms", [])]
+
+    def is_compressing(self, values: Values) -> bool:
+        """See `InactiveElements`."""
+        return bool(values["frozen_at"] > 0)
 
     @property
     def is_frozen(self) -> bool:
         """Whether the variance is frozen, which ends the warm-up."""
-        return bool(self.numbers["frozen_at"])
+        return self.frozen_at > 0
 
     @property
     def num_warmup_updates(self) -> int:
-        """See `Settling`: the length of the warm-up."""
-        return int(self.numbers["frozen_at"])
+        """See `InactiveElements`: the length of the warm-up."""
+        return self.frozen_at
+
+    def num_updates(self, here: slice) -> int | None:
+        """See `AdamMethod`; the freeze corrects the bias."""
+        return None if self._is_variance_frozen(here) else self.steps + 1
+
+    def _is_variance_frozen(self, here: slice) -> bool:
+        return self.is_frozen and here.start >= self.flat.num_uncompressed
 
     def late_phase(self) -> str:
         """See `DistributedOptimizer`."""
         return "" if self.is_frozen else "compression"
 
     @property
+    def is_refresh(self) -> bool:
+        """Whether the next step belongs to a refresh of the variance."""
+        return self.is_frozen and self.refresh > 0 and self.steps + 1 >= self.next_refresh
+
+    @property
     def is_gradient_step(self) -> bool:
         """Whether the next step exchanges gradients, not momenta."""
-        if not self.is_frozen:
-            return True
-        if (
-            self.numbers["has_inactive_gradient"]
-            and self.steps + 1 >= self.numbers["reactivate_from"]
-        ):
-            return True
-        return bool(self.refresh) and self.steps + 1 >= self.numbers["next_refresh"]
+        must_reactivate = self.has_inactive_gradient and self.steps + 1 >= self.reactivate_from
+        return not self.is_frozen or must_reactivate or self.is_refresh
 
-    def advance(self, values: Tensor) -> Algorithm[str]:
-        """See `Replicated`: update the momenta, exchange them, and then move the parameters.
-
-        If a step with gradients is due, and in groups with `compress=False`, the gradients are
-        exchanged instead.
-        """
+    @torch.no_grad()
+    def update(self, values: Tensor) -> Algorithm[None]:
+        """See `Replicated`."""
+        was_frozen = self.is_frozen
         if self.is_gradient_step:
-            return (yield from self._gradient_step(values))
-        if self.clip_norm is not None:
-            yield from self.clip_gradients(values)
-        flat_params, momentum = self.flat_params, self.vectors["momentum"]
-        offset, end = flat_params.num_uncompressed, flat_params.num_elements
-        num_extras = self.num_common_extras + 1
-        settling = self.read_settling(values) if "settling" in self.vectors else None
-        # the payload is this rank's momenta, which replace its gradients, and then the extras: the
-        # common ones, and the number of elements to reactivate
-        payload, momenta = values[offset : end + num_extras], values[offset:end]
-        inactive_gradients = None
-        payload[-1] = 0
-        if "active" in self.vectors:
-            inactive_gradients, payload[-1] = self.read_inactive(momenta)
-        work = momentum.new_empty(flat_params.tile_elements)
-        for part in flat_params.compressed_parts:
-            beta = part.group["betas"][0]
-            for here in part.tiles:
-                decayed = torch.mul(momentum[here], beta, out=work[: here.stop - here.start])
-                torch.add(decayed, values[here], alpha=1 - beta, out=values[here])
-        self._before_exchange(momenta)
-        if (offset or settling is not None) and (
-            skip_reason := (yield from self._mean_uncompressed(values, settling))
-        ):
-            return skip_reason
-        reducer = self.reducers["momentum"]
-        if skip_reason := (yield from reducer.mean(payload, num_extras)):
-            return skip_reason
-        self.extra_sums = reducer.extra_sums
+            yield from self._exchange_gradients(values)
+        else:
+            yield from self._exchange_momenta(values)
+        self.move_parameters(values)
+        self.join_settled()
+        if not was_frozen and self.group.world_size > 1 and self._is_stable():
+            self.freeze()
+
+    def _exchange_gradients(self, gradients: Tensor) -> Algorithm[None]:
+        """Update the moments with the mean gradients: in the warm-up, to refresh or reactivate."""
+        settling = self.read_settling(gradients)
+        yield from self.mean_gradients(gradients)
+        for here, options in self.flat.slices():
+            is_updated = not self._is_variance_frozen(here)
+            self.update_moments(here, options, gradients, with_variance=is_updated)
+        if self.is_frozen:
+            self.refresh_variance(gradients)
+            self.update_settling(settling, gradients)
+            self.reactivate_elements(gradients)
+            self.update_active()
+
+    def _exchange_momenta(self, values: Tensor) -> Algorithm[None]:
+        """Update this rank's momenta with its gradients, and exchange them, compressed.
+
+        The gradients of groups with `compress=False` and of settling elements are exchanged.
+        """
+        yield from self.clip_gradients(values)
+        first, settling = self.flat.num_uncompressed, self.read_settling(values)
+        inactive_gradients, count = None, values.new_zeros(1)
+        if self.active is not None:
+            inactive_gradients = values[self.find_inactive()]
+            count = self.count_reactivated(inactive_gradients).reshape(1)
+        # this rank's momenta replace its gradients
+        work = self.momentum.new_empty(self.flat.tile_elements)
+        for here, options in self.flat.tiles(first):
+            beta1 = options["betas"][0]
+            decayed = torch.mul(self.momentum[here], beta1, out=work[: here.stop - here.start])
+            torch.add(decayed, values[here], alpha=1 - beta1, out=values[here])
+        self.before_exchange(values)
+        yield from self.mean_uncompressed(values, settling)
+        (total,) = yield from self.mean(values, "momentum", count, begin=first)
         if inactive_gradients is not None and self.reactivate == "step":
             self.add_pending_gradients(inactive_gradients)
-            self.note_inactive_gradients(reducer.extra_sums[-1], self.steps + 1)
-            self.numbers["has_inactive_gradient"] |= reducer.extra_sums[-1] > 0
-        for part in flat_params.uncompressed_parts:
-            self._update_moments(part, values, with_variance=True)
-        self._after_exchange(momenta, work)
+            self.note_inactive_gradients(total, self.steps + 1)
+            self.has_inactive_gradient |= total > 0
+        self.after_exchange(values, work)
         if settling is not None:
             self.average_settling(settling)
             self.write_settling(settling)
-        if offset:
-            self._mark_uncompressed_gradients(values)
-        self._apply(values)
-        if settling is not None:
-            self._join_settled()
-        return ""
+        for here, options in self.flat.slices():
+            if here.start < first:
+                self.update_moments(here, options, values, with_variance=True)
+        self._mark_uncompressed_gradients(values)
 
-    @torch.no_grad()
-    def _gradient_step(self, values: Tensor) -> Algorithm[str]:
-        """Take a step with the mean gradients: exchange them, update moments and parameters."""
-        settling = self.read_settling(values)
-        if skip_reason := (yield from self.exchange_gradients(values)):
-            return skip_reason
-        is_frozen, flat_params = self.is_frozen, self.flat_params
-        for part in flat_params.parts:
-            with_variance = not is_frozen or part.begin < flat_params.num_uncompressed
-            self._update_moments(part, values, with_variance=with_variance)
-        if is_frozen:
-            self._refresh_variance(values)
-            self.update_settling(settling, values)
-            self._reactivate(values)
-            self._update_active()
-        self._apply(values)
-        self._join_settled()
-        if not is_frozen and self.group.world_size > 1:
-            self._freeze_if_due()
-        return ""
+    def before_exchange(self, momenta: Tensor) -> None:
+        """Transform this rank's momenta (n,) in place before they are exchanged."""
 
-    def _before_exchange(self, momenta: Tensor) -> None:
-        """Transform this rank's momenta (n - d,) in place before they are exchanged."""
-
-    def _after_exchange(self, momenta: Tensor, work: Tensor) -> None:
-        """Store the exchanged momenta.
-
-        Args:
-            momenta: (n - d,), the mean; may be overwritten.
-            work: (elements of a tile,), overwritten.
-        """
-        self.vectors["momentum"][self.flat_params.num_uncompressed :] = momenta
+    def after_exchange(self, momenta: Tensor, work: Tensor) -> None:
+        """Store the mean momenta (n,), which may be overwritten like the elements of a tile."""
+        first, count = self.flat.num_uncompressed, self.flat.num_elements
+        self.momentum[first:] = momenta[first:count]
 
     def _mark_uncompressed_gradients(self, means: Tensor) -> None:
         """Set `had_gradient` of uncompressed parameters with a mean gradient that is not zero."""
-        had_gradient = self.vectors["had_gradient"]
         unmarked = {
-            index: means[segment.begin : segment.end].any()
-            for index, segment in enumerate(self.flat_params.segments)
-            if segment.begin < self.flat_params.num_uncompressed and not had_gradient[index]
+            index: means[segment.here].any()
+            for index, segment in enumerate(self.flat.segments)
+            if segment.here.start < self.flat.num_uncompressed and not self.had_gradient[index]
         }
         if unmarked:
-            for index, (has_gradient,) in zip(
-                unmarked, read_scalars(*unmarked.values()), strict=True
-            ):
-                had_gradient[index] = has_gradient > 0
+            flags = read_scalars(*unmarked.values())
+            for index, (has_gradient,) in zip(unmarked, flags, strict=True):
+                self.had_gradient[index] = has_gradient > 0
 
-    def _is_variance_frozen(self, part: GroupSlice) -> bool:
-        """Whether the variance of a group slice is frozen.
-
-        A frozen variance is bias-corrected if `bias_correction` is on.
-        """
-        return self.is_frozen and part.begin >= self.flat_params.num_uncompressed
-
-    @torch.no_grad()
-    def _apply(self, values: Tensor) -> None:
-        """Update the parameters; `values` (n + k,) is overwritten."""
-        for part in self.flat_params.parts:
-            is_corrected = self._is_variance_frozen(part)
-            self._take_adam_step(part, None if is_corrected else self.steps + 1, values)
-
-    def _freeze_if_due(self) -> None:
-        step = self.steps + 1
+    def _is_stable(self) -> bool:
+        """Whether the warm-up ends after this step."""
+        step, norm = self.steps + 1, None
         if self.warmup is not None:
-            if step >= self.warmup:
-                self._freeze(step)
-            return
-        norm = None
-        self.rule.norms = self.numbers["norms"]
+            return step >= self.warmup
         if self.rule.is_due(step):
-            norm = float(
-                self.vectors["variance"][self.flat_params.num_uncompressed :].double().sum()
-            )
+            norm = float(self.variance[self.flat.num_uncompressed :].double().sum())
             norm /= 1 - self.rule.beta2**step
-        if self.rule.should_freeze(step, norm):
-            self._freeze(step)
+        return self.rule.should_freeze(step, norm)
 
-    def _freeze(self, step: int) -> None:
-        self.numbers["frozen_at"] = step
-        self.numbers |= {"next_refresh": step + self.refresh, "refreshed_at": step}
-        variance = self.vectors["variance"]
-        for part in self.flat_params.compressed_parts if self.bias_correction else ():
-            variance[part.begin : part.end] /= 1 - part.group["betas"][1] ** step
-        self.reducers = {"momentum": self._make_reducer()}
-        self._update_active()
+    def freeze(self) -> None:
+        """Freeze the variance after this step, corrected for its bias, and begin to compress."""
+        self.frozen_at = self.refreshed_at = step = self.steps + 1
+        self.next_refresh = step + self.refresh
+        for here, options in self.flat.slices(self.flat.num_uncompressed):
+            if self.bias_correction:
+                self.variance[here] /= 1 - options["betas"][1] ** step
+        self.declared.allocate()
+        self.update_active()
 
-    def _make_reducer(self) -> Reducer:
-        return self.reducer(
-            self.compress, self.flat_params.num_elements - self.flat_params.num_uncompressed
-        )
+    def refresh_variance(self, gradients: Tensor) -> None:
+        """Update the variance with mean gradients (n,) if a refresh is due.
 
-    def _refresh_variance(self, values: Tensor) -> None:
-        """Refresh the variance with the mean gradients if a refresh is due."""
-        step, numbers = self.steps + 1, self.numbers
-        if not self.refresh or step < numbers["next_refresh"]:
+        A whole refresh decays it as much as Adam does in the steps since the previous one.
+        """
+        if not self.is_refresh:
             return
-        # the final step of this refresh, and its distance from the final step of the previous one
-        final_step = numbers["next_refresh"] + self.refresh_steps - 1
-        num_steps = final_step - numbers["refreshed_at"]
-        if step == final_step:
-            gap = numbers["next_refresh"] - numbers["frozen_at"]
-            numbers |= {"next_refresh": numbers["next_refresh"] + gap, "refreshed_at": step}
-        for part in self.flat_params.compressed_parts:
-            square = values[part.begin : part.end].square()
-            beta2 = part.group["betas"][1] ** (num_steps / self.refresh_steps)
-            variance = self.vectors["variance"][part.begin : part.end]
-            variance.copy_(variance * beta2 + square * (1 - beta2))
+        final = self.next_refresh + self.refresh_steps - 1
+        share = (final - self.refreshed_at) / self.refresh_steps
+        for here, options in self.flat.slices(self.flat.num_uncompressed):
+            beta2, square = options["betas"][1] ** share, gradients[here].square()
+            self.variance[here] = self.variance[here] * beta2 + square * (1 - beta2)
+        if final == self.steps + 1:
+            self.next_refresh, self.refreshed_at = 2 * self.next_refresh - self.frozen_at, final
 
-    def make_reducers(self, numbers: Mapping[str, Any]) -> dict[str, Reducer]:
-        """See `Replicated`."""
-        return {"momentum": self._make_reducer()} if numbers["frozen_at"] else {}
 
-    def check_state(self, snapshot: Mapping[str, Any]) -> None:
-        """See `Replicated`."""
-        super().check_state(snapshot)
-        numbers = snapshot["shared"]["numbers"]
-        for name in ("frozen_at", "next_refresh", "refreshed_at"):
-            check_value(numbers, name)
-        check_numbers(numbers, "norms", least=0)
+def choose_warmup(warmup: int | str | None, total_steps: int | None) -> int | None:
+    """Return the number of steps of a warm-up; None if it ends once the variance is stable."""
+    if warmup == "default":
+        return WARMUP.warmup_steps(total_steps)
+    if isinstance(warmup, str):
+        raise ValueError(
+            f"warmup is {warmup!r}\n\nhint: give a number of steps, 'default', or None to end it "
+            "when the variance is stable"
+        )
+    if warmup is not None:
+        check_count("warmup", warmup)
+    return warmup
+
+
+def check_warmup_range(limits: tuple[int, int | None]) -> tuple[int, int | None]:
+    """Return the smallest and the largest length of a warm-up; raises ValueError."""
+    check_pair("warmup_range", limits, "the smallest and the largest length, such as (0, None)")
+    check_count("warmup_range[0]", limits[0])
+    if limits[1] is not None:
+        check_count("warmup_range[1]", limits[1], limits[0])
+    return limits

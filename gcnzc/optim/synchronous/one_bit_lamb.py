@@ -19,26 +19,24 @@ C is an exponential average with trust_beta over the T steps in which |x| and |u
 the freeze it is divided by 1 - trust_beta^T, unless bias_correction is off. With weight decay, f
 applies only to the fraction of u that is not decay. The scaling k gives all tensors the same
 magnitude while they are compressed. Elements that never had a gradient are inactive as in
-`one_bit_adam`; a tensor with zero momentum at the freeze is inactive as a whole. While a tensor has
-elements that are settling (`gcnzc.optim.synchronous.settling`), its c and C are computed as in the
-warm-up, and a new tensor gets its k when they have settled. After elements have begun late, C f is
-at most 2 c: their gradients may increase those of other tensors, whose C no longer fits.
+`gcnzc.optim.synchronous.inactive`; a tensor with zero momentum at the freeze is inactive as a
+whole. While a tensor has elements that are settling, its c and C are computed as in the warm-up,
+and a new tensor gets its k when they have settled. After elements have begun late, C f is at most
+2 c: their gradients may increase those of other tensors, whose C no longer fits.
 
 Notation: P parameters, n elements, the first d of them in groups with `compress=False`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gcnzc.compress import Compression
-from gcnzc.exchange import Group
-from gcnzc.optim.flat_parameters import GroupSlice
-from gcnzc.optim.state_layout import SavedTensor, check_tensor
+from gcnzc.optim.flat import Segment
+from gcnzc.optim.state import Field, Values, Vector
 from gcnzc.optim.synchronous.one_bit_adam import OneBitAdam
-from gcnzc.optim.validation import check_above_zero, check_fraction, check_pair, check_unsupported
+from gcnzc.optim.validation import check_above_zero, check_fraction, check_pair
 
 # largest k: a tensor whose momentum has almost vanished must not dominate the others when it grows
 MAX_SCALING = 1e6
@@ -67,32 +65,26 @@ class OneBitLamb(OneBitAdam):
             than 1 / (1 - trust_beta) steps.
         factor_range: the smallest and the largest factor of that average after the warm-up.
         factor_change: the largest relative change of the factor in a step.
-        warmup: the number of uncompressed steps before the variance is frozen. "default" is 0.15 of
-            `total_steps`, or 100 if that is None. None freezes the variance once it is stable.
-        warmup_range: the smallest and the largest number of these steps if `warmup` is None. If the
-            largest is None, it is the smaller of 5 / (1 - beta2) and a quarter of `total_steps`.
-        compress: compression of the momenta after the warm-up; signs if None.
-        gradient_compression: compression of the gradients where gradients are exchanged: in the
-            warm-up and in groups with `compress=False`; must not use error feedback. Uncompressed
-            if None.
-        bias_correction: whether to correct the bias of momentum and variance; the paper does not,
-            which makes its first steps larger.
         reactivate: "step" reactivates elements that were inactive at the freeze once they have a
             gradient, as in `OneBitAdam`; "refresh" leaves them inactive.
-        variance_floor: the smallest variance of an active element after the warm-up, frozen or
-            fresh, as a fraction of the mean variance of the active elements of its parameter; 0 for
-            none, as in the paper.
-        group: the ranks that communicate; see `DistributedOptimizer`.
-        clip_norm: the maximum gradient norm; see `Replicated`. None does not clip.
-        signals: see `Replicated`.
-        total_steps: the number of steps of the run, from which the default warm-up follows; None if
-            it is not known. If compression begins late in the run, rank 0 warns with a
-            `LatePhaseWarning`.
-        module: see `DistributedOptimizer`.
-        maximize: whether to maximize the objective instead of minimizing it.
-        unsupported: options of torch's Adam that are accepted only if they are off: `amsgrad`,
-            `foreach`, `fused`, `capturable`, `differentiable`.
+        options: see `OneBitAdam`; there is no refresh. `variance_floor` also limits the fresh
+            variance.
     """
+
+    trust: Tensor
+    """(P,) float64: the average C of each tensor"""
+    trust_weight: Tensor
+    """(P,) float64: its sum of weights"""
+    factor: Tensor
+    """(P,) float64: the last f"""
+    scaling: Tensor
+    """(P,) float64: k, 0 for an inactive tensor"""
+    fresh: Tensor
+    """(n,): the fresh variance w, after the freeze"""
+    compared_options = (
+        *OneBitAdam.compared_options,
+        *("trust_range", "trust_beta", "factor_range", "factor_change"),
+    )
 
     def __init__(
         self,
@@ -106,22 +98,8 @@ class OneBitLamb(OneBitAdam):
         trust_beta: float = 0.9,
         factor_range: tuple[float, float] = (0.5, 4.0),
         factor_change: float = 0.1,
-        warmup: int | str | None = "default",
-        warmup_range: tuple[int, int | None] = (0, None),
-        compress: Compression | None = None,
-        gradient_compression: Compression | None = None,
-        bias_correction: bool = True,
-        reactivate: str = "step",
-        variance_floor: float = 1e-4,
-        group: Group | None = None,
-        clip_norm: float | None = None,
-        signals: int = 0,
-        total_steps: int | None = None,
-        module: nn.Module | None = None,
-        maximize: bool = False,
-        **unsupported: object,
+        **options: Any,
     ) -> None:
-        check_unsupported(type(self).__name__, unsupported)
         for name, limits in {"trust_range": trust_range, "factor_range": factor_range}.items():
             hint = "the smallest value, above 0, and the largest"
             check_pair(name, limits, hint)
@@ -133,112 +111,76 @@ class OneBitLamb(OneBitAdam):
         check_fraction("factor_change", factor_change)
         self.trust_range, self.trust_beta = trust_range, trust_beta
         self.factor_range, self.factor_change = factor_range, factor_change
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            warmup=warmup,
-            warmup_range=warmup_range,
-            compress=compress,
-            gradient_compression=gradient_compression,
-            bias_correction=bias_correction,
-            reactivate=reactivate,
-            variance_floor=variance_floor,
-            group=group,
-            clip_norm=clip_norm,
-            signals=signals,
-            total_steps=total_steps,
-            maximize=maximize,
-            module=module,
-        )
-        # (P,) each. `trust`: the average C, and `trust_weight` its sum of weights; `factor`: the
-        # last f; `scaling`: k, 0 for an inactive tensor
-        zeros = self._tensor_values([0.0] * len(self.flat_params.segments))
-        self.vectors |= {"trust": zeros, "trust_weight": zeros.clone()}
-        self.vectors |= {"factor": zeros + 1, "scaling": zeros.clone()}
+        super().__init__(params, lr, betas, eps, weight_decay, refresh=0, **options)
 
-    def layout_lines(self) -> list[str]:
-        """See `Replicated`."""
-        trust = f"trust {self.trust_range} {self.trust_beta}"
-        return [
-            *super().layout_lines(),
-            f"{trust}, factor {self.factor_range} {self.factor_change}",
+    def declare(self) -> list[Field]:
+        """See `DistributedOptimizer`."""
+        count, number = self.flat.num_elements, len(self.flat.segments)
+
+        def num_fresh(values: Values) -> int:
+            return count if values.get("frozen_at", 0) else 0
+
+        each = [
+            Vector(self, name, number, torch.float64, least=0, initial=initial)
+            for name, initial in {"trust": 0, "trust_weight": 0, "factor": 1, "scaling": 0}.items()
         ]
-
-    def check_state(self, snapshot: Mapping[str, Any]) -> None:
-        """See `Replicated`."""
-        super().check_state(snapshot)
-        flat_params, shared = self.flat_params, snapshot["shared"]
-        each = SavedTensor((len(flat_params.segments),), dtype=torch.float64, least=0)
-        for name in ("trust", "trust_weight", "factor", "scaling"):
-            check_tensor(shared["vectors"], name, each)
-        if shared["numbers"]["frozen_at"]:
-            shape = (flat_params.num_elements - flat_params.num_uncompressed,)
-            fresh = SavedTensor(shape, dtype=flat_params.dtype, least=0)
-            check_tensor(shared["vectors"], "fresh", fresh)
+        return [*super().declare(), *each, Vector(self, "fresh", num_fresh, least=0)]
 
     @property
     def scale_elements(self) -> int | None:
-        """See `Masked`; 1, because momenta are scaled to similar magnitudes in all tensors."""
+        """See `InactiveElements`; 1, because momenta are scaled alike in all tensors."""
         return 1
 
-    def _before_exchange(self, momenta: Tensor) -> None:
-        scaling = self.vectors["scaling"][self._first_compressed :]
-        torch._foreach_mul_(self._split_by_tensor(momenta), list(scaling))
+    @property
+    def compressed(self) -> list[tuple[int, Segment]]:
+        """The compressed tensors, with their indices."""
+        first = self.flat.num_uncompressed
+        return [pair for pair in enumerate(self.flat.segments) if pair[1].here.start >= first]
 
-    def _after_exchange(self, momenta: Tensor, work: Tensor) -> None:
+    def before_exchange(self, momenta: Tensor) -> None:
+        """See `OneBitAdam`."""
+        scaling = [self.scaling[index] for index, _ in self.compressed]
+        torch._foreach_mul_(self._split(momenta), scaling)
+
+    def after_exchange(self, momenta: Tensor, work: Tensor) -> None:
         """See `OneBitAdam`; also updates the fresh variance."""
-        flat_params, scaling = self.flat_params, self.vectors["scaling"]
-        offset = flat_params.num_uncompressed
-        momentum, fresh = self.vectors["momentum"], self.vectors["fresh"]
-        divisors = scaling.where(scaling > 0, torch.inf)
-        for part in flat_params.compressed_parts:
-            beta1, beta2 = part.group["betas"]
-            for index in range(part.first, part.last):
-                segment = flat_params.segments[index]
-                for here in segment.tiles:
-                    there = slice(here.start - offset, here.stop - offset)
-                    own = momenta[there].div_(divisors[index])
-                    # the mean gradient, reconstructed from the new momentum
-                    gradient = torch.mul(momentum[here], beta1, out=work[: len(own)])
-                    torch.sub(own, gradient, out=gradient).div_(1 - beta1)
-                    fresh[there].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-                    momentum[here] = own
+        divisors = self.scaling.where(self.scaling > 0, torch.inf)
+        for index, segment in self.compressed:
+            beta1, beta2 = segment.options["betas"]
+            for here in self.flat.tiles_of(segment.here):
+                own = momenta[here].div_(divisors[index])
+                # the mean gradient, reconstructed from the new momentum
+                gradient = torch.mul(self.momentum[here], beta1, out=work[: len(own)])
+                torch.sub(own, gradient, out=gradient).div_(1 - beta1)
+                self.fresh[here].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                self.momentum[here] = own
         # a compressed mean of 0 is no momentum of these
-        fresh[self.settling] = 0
+        self.fresh[self.settling] = 0
 
-    def _update_fresh_variance(self, gradients: Tensor) -> None:
-        """Update the fresh variance with the mean gradients (n,)."""
-        for part in self.flat_params.compressed_parts:
-            gradient, beta = gradients[part.begin : part.end], part.group["betas"][1]
-            self._fresh(part).mul_(beta).addcmul_(gradient, gradient, value=1 - beta)
+    def refresh_variance(self, gradients: Tensor) -> None:
+        """See `OneBitAdam`; updates the fresh variance."""
+        for here, options in self.flat.slices(self.flat.num_uncompressed):
+            gradient, beta2 = gradients[here], options["betas"][1]
+            self.fresh[here].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        if self.active is not None:
+            self.fresh.masked_fill_(~self.active, 0)
 
-    def _refresh_variance(self, values: Tensor) -> None:
-        """See `OneBitAdam`; also updates the fresh variance."""
-        super()._refresh_variance(values)
-        self._update_fresh_variance(values)
-        if (active := self.vectors.get("active")) is not None:
-            self.vectors["fresh"].masked_fill_(~active, 0)
-
-    def _join(self, joined: Tensor) -> None:
-        """See `Masked`; also initializes the fresh variance, and the scaling of new tensors."""
-        super()._join(joined)
-        variance = self.vectors["variance"][self.flat_params.num_uncompressed :]
-        self.vectors["fresh"][joined] = variance[joined]
+    def join(self, joined: Tensor) -> None:
+        """See `InactiveElements`; also initializes the fresh variance, and k of new tensors."""
+        super().join(joined)
+        self.fresh[joined] = self.variance[joined]
         self._scale()
 
-    def _freeze(self, step: int) -> None:
-        offset = self.flat_params.num_uncompressed
-        if offset == self.flat_params.num_elements:
-            # no group is compressed, so it remains LAMB
+    def freeze(self) -> None:
+        """See `OneBitAdam`."""
+        if not self.compressed:
+            # it remains LAMB
             return
         # a tensor with zero momentum has no scaling, so all its elements are inactive
-        moves = self._norms(self._split_by_tensor(self.vectors["momentum"][offset:])) > 0
-        torch._foreach_mul_(self._split_by_tensor(self.vectors["variance"][offset:]), list(moves))
-        super()._freeze(step)
-        self.vectors["fresh"] = self.vectors["variance"][offset:].clone()
+        moves = _norms(self._split(self.momentum)) > 0
+        torch._foreach_mul_(self._split(self.variance), list(moves))
+        super().freeze()
+        self.fresh = self.variance.clone()
         self._scale()
 
     def _scale(self) -> None:
@@ -247,18 +189,14 @@ class OneBitLamb(OneBitAdam):
         At the freeze it follows from their momenta. A tensor that begins late has a variance, but
         perhaps hardly any momentum; it gets the mean magnitude of the others.
         """
-        scaling = self.vectors["scaling"][self._first_compressed :]
-        momentum, variance = (
-            self.vectors[name][self.flat_params.num_uncompressed :]
-            for name in ("momentum", "variance")
-        )
-        if (active := self.vectors.get("active")) is not None:
-            momentum, variance = momentum.where(active, 0), variance.where(active, 0)
-        roots = self._num_active().sqrt().to(self.flat_params.dtype)
+        momentum, variance = self.momentum, self.variance
+        if self.active is not None:
+            momentum, variance = momentum.where(self.active, 0), variance.where(self.active, 0)
+        roots = self._num_active().sqrt().to(self.flat.dtype)
         magnitudes = [
-            (self._norms(self._split_by_tensor(each)) / roots).double()
-            for each in (momentum, variance.sqrt())
+            (_norms(self._split(each)) / roots).double() for each in (momentum, variance.sqrt())
         ]
+        scaling = self.scaling[self.compressed[0][0] :]
         # computed on the host, with one synchronization with a GPU
         known, sent, of_variance = torch.stack([scaling, *magnitudes]).cpu()
         are_known = known > 0
@@ -270,103 +208,85 @@ class OneBitLamb(OneBitAdam):
         known[are_new] = (target / magnitude[are_new]).clamp(max=MAX_SCALING)
         scaling.copy_(known, non_blocking=True)
 
-    @torch.no_grad()
-    def _apply(self, values: Tensor) -> None:
-        """Update the parameters; `values` (n + k,) is overwritten."""
-        flat_params, had_gradient = self.flat_params, self.vectors["had_gradient"].tolist()
-        longest = max((each.stop - each.start for each in self._tiles()), default=0)
-        work = values.new_empty(longest)
-        floors = self._variance_floors()
+    def move_parameters(self, work: Tensor, end: int | None = None) -> None:
+        """See `AdamMethod`: compute each tensor's update in `work`, scale it, and take it."""
+        segments, had_gradient = self.flat.segments, self.had_gradient.tolist()
+        tile, floors = work.new_empty(self.flat.tile_elements), self._variance_floors()
         measured = [
-            self._compute_update(part, index, floors[index], values, work)
-            for part, index in self._indexed_tensors()
+            self._compute_update(segment, floors[index], work, tile)
+            for index, segment in enumerate(segments)
         ]
-        rates = [-float(part.group["lr"]) for part, _ in self._indexed_tensors()]
-        sizes = self._tensor_values(rates) * self._compute_ratios(*torch.stack(measured).unbind(1))
-        for part, index in self._indexed_tensors():
+        rates = self._tensor_values([-float(segment.options["lr"]) for segment in segments])
+        sizes = rates * self._compute_ratios(*torch.stack(measured).unbind(1))
+        for index, segment in enumerate(segments):
             if not had_gradient[index]:
                 continue
-            segment = flat_params.segments[index]
-            flat = _flat(segment.parameter)
-            for here in segment.tiles:
-                own = flat[here.start - segment.begin : here.stop - segment.begin]
-                update = work[: len(own)].copy_(own).mul_(part.group["weight_decay"])
-                update.add_(values[here]).mul_(sizes[index])
+            for own, here in self._tiles(segment):
+                update = tile[: len(own)].copy_(own).mul_(segment.options["weight_decay"])
+                update.add_(work[here]).mul_(sizes[index])
                 own += update.to(own.dtype)
-            if flat.data_ptr() != segment.parameter.data_ptr():
-                segment.parameter.copy_(flat.view_as(segment.parameter))
+
+    def _tiles(self, segment: Segment) -> Iterator[tuple[Tensor, slice]]:
+        """Iterate over the tiles of a tensor: its elements, which may be changed, and the slice."""
+        # a view if it is contiguous, else a copy
+        flat = segment.parameter.detach().flatten()
+        for here in self.flat.tiles_of(segment.here):
+            yield flat[here.start - segment.here.start : here.stop - segment.here.start], here
+        if flat.data_ptr() != segment.parameter.data_ptr():
+            segment.parameter.copy_(flat.view_as(segment.parameter))
 
     def _compute_update(
-        self, part: GroupSlice, index: int, floor: Tensor, values: Tensor, work: Tensor
+        self, segment: Segment, floor: Tensor, work: Tensor, tile: Tensor
     ) -> Tensor:
-        """Write a tensor's update without weight decay into `values`, and measure its norms.
+        """Write a tensor's update without weight decay into `work`, and measure its norms.
 
         Args:
-            part: the group slice of the tensor.
-            index: the index of the tensor.
+            segment: the tensor.
             floor: (), the lower limit of its fresh variance.
-            values: (n + k,), receives the update.
-            work: (elements of a tile,), overwritten.
+            work: (n,), receives the update.
+            tile: (elements of a tile,), overwritten.
 
         Returns:
             (4,) float64: the largest ratio of the frozen to the fresh denominator sqrt(V) + eps, or
             0 if the variance is not frozen or the tensor is inactive; and the norms of the
             parameter, of this update, and of the update with weight decay.
         """
-        flat_params, options, step = self.flat_params, part.group, self.steps + 1
-        segment, (beta1, beta2) = flat_params.segments[index], part.group["betas"]
-        flat, is_frozen = _flat(segment.parameter), self._is_variance_frozen(part)
+        options, is_frozen = segment.options, self.num_updates(segment.here) is None
         # limits the ratio if the fresh variance and eps are 0
-        most = torch.finfo(flat_params.dtype).max
+        most = torch.finfo(self.flat.dtype).max
         found: list[list[Tensor]] = [[], [], [], []]
-        for here in segment.tiles:
-            update = torch.sqrt(self.vectors["variance"][here], out=values[here])
-            if self.bias_correction and not is_frozen:
-                update /= (1 - beta2**step) ** 0.5
-            update += options["eps"]
-            own = work[: len(update)]
+        for parameter, here in self._tiles(segment):
+            update, own = work[here], tile[: here.stop - here.start]
+            self.write_roots(here, options, update)
             if is_frozen:
-                change = self._variance_ratio(here, update, floor, own, options["eps"])
+                # the same floor as of the frozen variance; else the smallest elements would
+                # determine the maximum over their tensor
+                fresh = torch.clamp(self.fresh[here], min=floor, out=own)
+                change = torch.div(update, fresh.sqrt_().add_(options["eps"]), out=own)
+                if self.active is not None:
+                    change.masked_fill_(~self.active[here], 0)
                 found[0].append(change.amax().clamp(max=most))
-            torch.div(self.vectors["momentum"][here], update, out=update)
+            torch.div(self.momentum[here], update, out=update)
             if self.bias_correction:
-                update /= 1 - beta1**step
+                update /= 1 - options["betas"][0] ** (self.steps + 1)
             found[2].append(torch.linalg.vector_norm(update))
-            own.copy_(flat[here.start - segment.begin : here.stop - segment.begin])
+            own.copy_(parameter)
             found[1].append(torch.linalg.vector_norm(own))
             own.mul_(options["weight_decay"]).add_(update)
             found[3].append(torch.linalg.vector_norm(own))
         nothing = floor.new_zeros((), dtype=torch.float64)
-        change, *parameter_norms = (
-            torch.stack(each).double() if each else nothing for each in found
-        )
+        change, *norms = (torch.stack(each).double() if each else nothing for each in found)
         # the norm of the tiles' norms; with one tile, exactly its norm
-        return torch.stack([change.amax(), *map(torch.linalg.vector_norm, parameter_norms)])
-
-    def _variance_ratio(
-        self, here: slice, root: Tensor, floor: Tensor, out: Tensor, eps: float
-    ) -> Tensor:
-        """Return the ratio of the frozen to the fresh denominator; 0 for inactive elements."""
-        there = slice(
-            here.start - self.flat_params.num_uncompressed,
-            here.stop - self.flat_params.num_uncompressed,
-        )
-        # the same floor as of the frozen variance; else the smallest elements would determine the
-        # maximum over their tensor
-        torch.clamp(self.vectors["fresh"][there], min=floor, out=out).sqrt_().add_(eps)
-        torch.div(root, out, out=out)
-        active = self.vectors.get("active")
-        return out if active is None else out.masked_fill_(~active[there], 0)
+        return torch.stack([change.amax(), *map(torch.linalg.vector_norm, norms)])
 
     def _variance_floors(self) -> Tensor:
         """Return the lower limit (P,) of each tensor's fresh variance; 0 if it has none."""
-        floors = self._tensor_values([0.0] * len(self.flat_params.segments))
+        floors = self._tensor_values([0.0] * len(self.flat.segments))
         if self.is_frozen and self.variance_floor:
-            sums = torch.stack(
-                [each.sum() for each in self._split_by_tensor(self.vectors["fresh"])]
-            )
-            floors[self._first_compressed :] = self.variance_floor * sums / self._num_active()
-        return floors.to(self.flat_params.dtype)
+            sums = torch.stack([each.sum() for each in self._split(self.fresh)])
+            first = self.compressed[0][0]
+            floors[first:] = self.variance_floor * sums / self._num_active()
+        return floors.to(self.flat.dtype)
 
     def _compute_ratios(
         self,
@@ -383,16 +303,16 @@ class OneBitLamb(OneBitAdam):
             update_norms: the norms of the updates without weight decay.
             decayed_norms: the norms of the updates with weight decay.
         """
-        average, weight = self.vectors["trust"], self.vectors["trust_weight"]
+        average, weight = self.trust, self.trust_weight
         is_known = (parameter_norms > 0) & (decayed_norms > 0)
         # norms that overflow have no ratio
         trust = (parameter_norms / decayed_norms).double().nan_to_num(1.0)
         trust = trust.clamp(*self.trust_range).where(is_known, 1.0)
         is_frozen = torch.zeros_like(is_known)
         # as in the warm-up, the ratio of a tensor with settling elements is up to date
-        is_frozen[self._first_compressed :] = self.is_frozen
-        for _, index, _ in self.settling_slices():
-            is_frozen[index] = False
+        settling = [segment for segment, _ in self.settling_slices()]
+        for index, segment in self.compressed if self.is_frozen else ():
+            is_frozen[index] = segment not in settling
         is_updated = is_known & (update_norms > 0) & ~(is_frozen & (weight > 0))
         beta = self.trust_beta
         average.copy_((beta * average + (1 - beta) * trust).where(is_updated, average))
@@ -404,7 +324,7 @@ class OneBitLamb(OneBitAdam):
             .where(variance_ratios > 0, 1.0)
             .clamp(*self.factor_range)
         )
-        last = self.vectors["factor"]
+        last = self.factor
         least, most = last * (1 - self.factor_change), last * (1 + self.factor_change)
         last.copy_(factor.clamp(least, most))
         frozen = kept.where(weight > 0, 1.0) * last
@@ -413,52 +333,23 @@ class OneBitLamb(OneBitAdam):
             frozen = torch.minimum(frozen, MAX_LATE_RATIO * trust)
         return torch.where(is_frozen, frozen, trust)
 
-    @property
-    def _first_compressed(self) -> int:
-        """Index of the first tensor that is compressed."""
-        offset = self.flat_params.num_uncompressed
-        return max((part.last for part in self.flat_params.parts if part.begin < offset), default=0)
-
-    def _indexed_tensors(self) -> Iterator[tuple[GroupSlice, int]]:
-        """Iterate over the indices of all tensors, each with its group slice."""
-        for part in self.flat_params.parts:
-            for index in range(part.first, part.last):
-                yield part, index
-
-    def _tiles(self) -> Iterator[slice]:
-        """Iterate over the tiles of all tensors."""
-        for segment in self.flat_params.segments:
-            yield from segment.tiles
-
-    def _fresh(self, part: GroupSlice) -> Tensor:
-        offset = self.flat_params.num_uncompressed
-        return self.vectors["fresh"][part.begin - offset : part.end - offset]
-
-    def _split_by_tensor(self, coded: Tensor) -> list[Tensor]:
-        """Return a view of `coded` (n - d,) for each compressed tensor."""
-        offset = self.flat_params.num_uncompressed
-        segments = self.flat_params.segments[self._first_compressed :]
-        return [coded[each.begin - offset : each.end - offset] for each in segments]
+    def _split(self, vector: Tensor) -> list[Tensor]:
+        """Return a view of a vector (n,) for each compressed tensor."""
+        return [vector[segment.here] for _, segment in self.compressed]
 
     def _num_active(self) -> Tensor:
         """Return the number of active elements of each compressed tensor, at least 1."""
-        active = self.vectors.get("active")
-        if active is None:
-            sizes = self.flat_params.segments[self._first_compressed :]
-            counts = self._tensor_values([each.end - each.begin for each in sizes])
+        if self.active is None:
+            counts = self._tensor_values([s.parameter.numel() for _, s in self.compressed])
         else:
-            counts = torch.stack([each.sum() for each in self._split_by_tensor(active)]).double()
+            counts = torch.stack([each.sum() for each in self._split(self.active)]).double()
         return counts.clamp(min=1)
 
     def _tensor_values(self, numbers: Sequence[float]) -> Tensor:
         """Return numbers as a float64 tensor on the device, without waiting for the device."""
         on_host = torch.tensor(numbers, dtype=torch.float64)
-        return on_host.to(self.flat_params.device, non_blocking=True)
-
-    def _norms(self, tensors: list[Tensor]) -> Tensor:
-        return torch.stack(torch._foreach_norm(tensors))
+        return on_host.to(self.flat.device, non_blocking=True)
 
 
-def _flat(parameter: Tensor) -> Tensor:
-    """Return the parameter as (elements,): a view if it is contiguous, else a copy."""
-    return parameter.detach().flatten()
+def _norms(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(tensors))

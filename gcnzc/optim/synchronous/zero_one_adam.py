@@ -21,30 +21,29 @@ before a variance update synchronizes, so that one mean gradient updates both m 
 
 Elements with zero variance are inactive until the ranks exchange their gradients. Then their
 gradients are exchanged in every step, also in local ones, until their variance has settled; see
-`gcnzc.optim.synchronous.masked` and `gcnzc.optim.synchronous.settling`.
+`gcnzc.optim.synchronous.inactive`.
 
-Notation: n elements, the first d of them in groups with `compress=False`, c = n - d compressed,
-P parameters, W ranks, k extras.
+Notation: n elements, the first d of them in groups with `compress=False`, k extras.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gcnzc.compress import Compression, Sign
+from gcnzc.compress import Compression, Dense, Sign
 from gcnzc.compress.registry import check_compression
-from gcnzc.exchange import Algorithm, Group, run
+from gcnzc.exchange import Algorithm, run
 from gcnzc.kernels.finite import are_finite
-from gcnzc.optim.state_layout import SavedTensor, check_numbers, check_tensor, check_value
-from gcnzc.optim.synchronous.anchored import Anchored
+from gcnzc.optim.method import SkipStep, identify_caller
+from gcnzc.optim.state import Field, Kind, Number, Values, Vector
+from gcnzc.optim.synchronous.inactive import InactiveElements, SettlingElements
 from gcnzc.optim.synchronous.zero_one_schedule import Exchange, ZeroOneSchedule
-from gcnzc.optim.validation import check_unsupported
 from gcnzc.system.arguments import check_kind
 
 
-class ZeroOneAdam(Anchored):
+class ZeroOneAdam(InactiveElements):
     """0/1 Adam: AdamW that exchanges signs of updates, and takes local steps without an exchange.
 
     With a single rank it is `torch.optim.AdamW` whose variance is updated at the steps of the
@@ -77,17 +76,25 @@ class ZeroOneAdam(Anchored):
             variance of the active elements of its parameter, unless the next step updates the
             variance. Variances far below those of adjacent elements are raised as in `OneBitAdam`.
             0 disables both, as in the paper.
-        group: the ranks that communicate; see `DistributedOptimizer`.
         clip_norm: the maximum norm of the gradient, in local steps that of the rank's own gradient;
             None does not clip.
-        signals: see `Replicated`.
         total_steps: the number of steps of the run, from which the default schedule follows; None
             if it is not known.
-        module: see `DistributedOptimizer`.
-        maximize: whether to maximize the objective instead of minimizing it.
-        unsupported: options of torch's Adam that are accepted only if they are off: `amsgrad`,
-            `foreach`, `fused`, `capturable`, `differentiable`.
+        options: see `Replicated` and `DistributedOptimizer`: `group`, `signals`, `module`,
+            `maximize`.
     """
+
+    anchor: Tensor | None
+    """(n,): the parameters of the last synchronization, with weight decay; None in sync"""
+    accumulated: Tensor | None
+    """(n,): u_i while the ranks are out of sync; their momenta differ as well then"""
+    num_variance_updates: int
+    lr_sums: list[float]
+    """s of each compressed parameter group"""
+    num_nonfinite: int
+    """number of local steps of this rank in which its gradient was not finite or too large"""
+    compared_options = (*InactiveElements.compared_options, "schedule_layout")
+    reducer_name = "update"
 
     def __init__(
         self,
@@ -99,65 +106,76 @@ class ZeroOneAdam(Anchored):
         *,
         schedule: ZeroOneSchedule | None = None,
         compress: Compression | None = None,
-        gradient_compression: Compression | None = None,
         bias_correction: bool = True,
         reactivate: str = "step",
         variance_floor: float = 1e-4,
-        group: Group | None = None,
-        clip_norm: float | None = None,
-        signals: int = 0,
         total_steps: int | None = None,
-        module: nn.Module | None = None,
-        maximize: bool = False,
-        **unsupported: object,
+        **options: Any,
     ) -> None:
-        check_unsupported(type(self).__name__, unsupported)
-        if schedule is not None:
-            hint = "schedule=ZeroOneSchedule(warmup=100), or None for the default"
-            check_kind("schedule", schedule, ZeroOneSchedule, hint)
+        hint = "schedule=ZeroOneSchedule(warmup=100), or None for the default"
         self.schedule = ZeroOneSchedule.for_run(total_steps) if schedule is None else schedule
+        check_kind("schedule", self.schedule, ZeroOneSchedule, hint)
+        self.schedule_layout = self.schedule.layout()
         check_compression(compress)
-        self.compress = compress or Sign()
-        self.bias_correction = bias_correction
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults["maximize"] = maximize
         super().__init__(
             params,
-            defaults,
+            *(lr, betas, eps, weight_decay),
+            compress=compress or Sign(),
+            bias_correction=bias_correction,
             reactivate=reactivate,
             variance_floor=variance_floor,
-            gradient_compression=gradient_compression,
-            group=group,
-            clip_norm=clip_norm,
-            signals=signals,
             total_steps=total_steps,
-            module=module,
+            **options,
         )
-        flat_params = self.flat_params
-        self.num_compressed = flat_params.num_elements - flat_params.num_uncompressed
-        # `lr_sums`: s of each group slice
-        self.numbers |= {"num_variance_updates": 0, "lr_sums": [0.0] * len(flat_params.parts)}
-        self.update: Tensor | None = None
-        """(c,): u_i while the ranks are out of sync; then the compressed momenta are this rank's
-        own, and `anchor` (c,) in `vectors` has the parameters of the last synchronization"""
-        self.num_nonfinite = 0
-        """number of local steps of this rank in which its gradient was not finite or too large"""
-        self.is_momentum_unchanged = False
-        """whether the last step was one of them"""
-        self.reducers = {"update": self.reducer(self.compress, self.num_compressed)}
+
+    def declare(self) -> list[Field]:
+        """See `DistributedOptimizer`."""
+        count, groups = self.flat.num_elements, list(self.flat.slices(self.flat.num_uncompressed))
+
+        def only_with(other: str) -> dict[str, Any]:
+            return {
+                "is_optional": True,
+                "is_valid": lambda _, values: values.get(other) is not None,
+            }
+
+        return [
+            *super().declare(),
+            Vector(self, "anchor", count, **only_with("accumulated")),
+            Vector(self, "accumulated", count, kind="local", resize="mean", **only_with("anchor")),
+            Number(self, "num_variance_updates"),
+            Number(self, "lr_sums", [0.0] * len(groups), length=len(groups)),
+            Number(self, "num_nonfinite", kind="local"),
+        ]
+
+    def momentum_kind(self, values: Values) -> Kind:
+        """See `AdamMethod`."""
+        return "shared" if values["anchor"] is None else "local"
+
+    @property
+    def is_out_of_sync(self) -> bool:
+        """Whether the ranks have taken local steps since the last synchronization."""
+        return self.anchor is not None
 
     @property
     def num_ignored_gradients(self) -> int:
         """See `DistributedOptimizer`; includes local steps with an unchanged momentum."""
         return self.skipped + self.num_nonfinite
 
-    def layout_lines(self) -> list[str]:
-        """See `Replicated`."""
-        options = (
-            f"{self.schedule.layout()}, {self.reactivate}, bias correction {self.bias_correction}"
-        )
-        options += f", floor {self.variance_floor:g}"
-        return [*super().layout_lines(), f"{options}, {self.compress}, {self.gradient_compression}"]
+    @property
+    def num_warmup_updates(self) -> int:
+        """See `InactiveElements`."""
+        return self.num_variance_updates
+
+    def num_updates(self, here: slice) -> int | None:
+        """See `AdamMethod`."""
+        is_compressed = here.start >= self.flat.num_uncompressed
+        return self.num_variance_updates if is_compressed else self.steps + 1
+
+    def variance_correction(self, options: Mapping[str, Any]) -> float:
+        """See `InactiveElements`."""
+        if not self.bias_correction:
+            return 1.0
+        return float(1 - options["betas"][1] ** self.num_variance_updates)
 
     def late_phase(self) -> str:
         """See `DistributedOptimizer`; a schedule may also have no local steps."""
@@ -166,247 +184,238 @@ class ZeroOneAdam(Anchored):
         is_late = has_local_steps and schedule.local_interval(self.steps) == 1
         return "local steps" if is_late else ""
 
+    def replicated_parameters(self) -> list[tuple[str, Tensor]] | None:
+        """See `DistributedOptimizer`."""
+        return None if self.is_out_of_sync else super().replicated_parameters()
+
     @property
     def exchange(self) -> Exchange:
         """What is exchanged at the next step; always "gradient" with a single rank."""
-        if self.group.world_size == 1 or self.numbers["has_inactive_gradient"]:
+        if self.group.world_size == 1 or self.has_inactive_gradient:
             return "gradient"
         due = self.schedule.exchange(self.steps + 1)
         return "update" if self.is_out_of_sync and due == "gradient" else due
 
     @torch.no_grad()
-    def advance(self, values: Tensor) -> Algorithm[str]:
+    def update(self, values: Tensor) -> Algorithm[None]:
         """See `Replicated`."""
-        exchange, self.is_momentum_unchanged = self.exchange, False
+        exchange, first = self.exchange, self.flat.num_uncompressed
         if exchange == "gradient":
-            return (yield from self._gradient_step(values))
+            yield from self._exchange_gradients(values)
+            return
         if exchange == "update":
             yield from self.clip_gradients(values)
         else:
-            self._clip_own(values)
-        offset, end = self.flat_params.num_uncompressed, self.flat_params.num_elements
+            self.clip_own_gradients(values)
         settling = self.read_settling(values)
-        if (offset or settling is not None) and (
-            skip_reason := (yield from self._mean_uncompressed(values, settling))
-        ):
-            return skip_reason
-        coded = values[offset:end]
+        yield from self.mean_uncompressed(values, settling)
         if exchange == "nothing":
-            self._local_step(coded)
+            self._take_local_step(values)
         else:
-            # the common extras, and the number of inactive elements with a gradient
-            extras = values[end : end + self.num_common_extras + 1]
-            extras[-1] = self._count_inactive_gradients(coded)
-            if skip_reason := (yield from self._synchronize(coded, extras)):
-                return skip_reason
-            sums = self.extra_sums = self.reducers["update"].extra_sums
-            first = self.steps + 1
-            while first > 1 and self.schedule.exchange(first - 1) == "nothing":
-                first -= 1
-            self.note_inactive_gradients(sums[-1], first)
-            may_reactivate = (
-                self.reactivate == "step" and self.steps + 2 >= self.numbers["reactivate_from"]
-            )
-            self.numbers["has_inactive_gradient"] = may_reactivate and sums[-1] > 0
+            yield from self._exchange_updates(values)
         if settling is not None:
             self.average_settling(settling)
             self._move_settling(settling)
             self.write_settling(settling)
-        for part in self.flat_params.uncompressed_parts:
-            self._update_moments(part, values, with_variance=True)
-            self._take_adam_step(part, self._count_updates(part), values)
+        for here, options in self.flat.slices():
+            if here.start < first:
+                self.update_moments(here, options, values, with_variance=True)
+        self.move_parameters(values, end=first)
         if not self.is_out_of_sync:
-            self._join_settled()
-        return ""
+            self.join_settled()
 
-    # --- steps that exchange gradients
-
-    def _gradient_step(self, values: Tensor) -> Algorithm[str]:
+    def _exchange_gradients(self, gradients: Tensor) -> Algorithm[None]:
         """Take a step with the mean gradients, and update the variance if it is due."""
-        flat_params, numbers, settling = self.flat_params, self.numbers, self.read_settling(values)
-        if skip_reason := (yield from self.exchange_gradients(values)):
-            return skip_reason
+        settling = self.read_settling(gradients)
+        yield from self.mean_gradients(gradients)
         is_due = self.schedule.updates_variance(self.steps + 1)
-        numbers["num_variance_updates"] += is_due
-        for part in flat_params.parts:
-            with_variance = is_due or part.begin < flat_params.num_uncompressed
-            self._update_moments(part, values, with_variance=with_variance)
-        self.update_settling(settling, values)
+        self.num_variance_updates += is_due
+        for here, options in self.flat.slices():
+            with_variance = is_due or here.start < self.flat.num_uncompressed
+            self.update_moments(here, options, gradients, with_variance=with_variance)
+        self.update_settling(settling, gradients)
         if is_due or self.reactivate == "step":
-            self._reactivate(values)
+            self.reactivate_elements(gradients)
         if self.schedule.updates_variance(self.steps + 2) and not len(self.settling):
             # the next step exchanges all gradients
-            self._set_active(None)
+            self.set_active(None)
         else:
-            self._update_active()
-        for part in flat_params.parts:
-            self._take_adam_step(part, self._count_updates(part), values)
-        self._join_settled()
-        return ""
+            self.update_active()
+        self.move_parameters(gradients)
+        self.join_settled()
 
-    @property
-    def num_warmup_updates(self) -> int:
-        """See `Settling`."""
-        return int(self.numbers["num_variance_updates"])
-
-    # --- steps with updates
-
-    def end_step(self, skip_reason: str) -> None:
-        """See `DistributedOptimizer`."""
-        super().end_step(skip_reason)
-        if not skip_reason and self.is_momentum_unchanged:
+    def _take_local_step(self, gradients: Tensor) -> None:
+        """Take a local step with this rank's gradients (n,), without an exchange."""
+        own = gradients[self.flat.num_uncompressed : self.flat.num_elements]
+        if self.anchor is None or self.accumulated is None:
+            self.anchor, self.accumulated = self.flat.values, self.flat.zeros()
+        is_finite = bool(are_finite(own))
+        if is_finite:
+            self._add_pending(gradients)
+        else:
+            self.num_nonfinite += 1
             self.skip_reason = (
                 f"the local step of rank {self.group.rank} uses its unchanged momentum, because a "
                 "gradient is not finite or too large"
             )
+        self._accumulate(self.momentum, self.accumulated, gradients if is_finite else None)
+        self._count_step(self.anchor)
+        self._set_parameters(self.anchor, self.accumulated)
 
-    def _local_step(self, gradient: Tensor) -> None:
-        """Take a local step, without an exchange.
+    def _exchange_updates(self, gradients: Tensor) -> Algorithm[None]:
+        """Take a local step with this rank's gradients (n,), and synchronize the updates."""
+        count = gradients.new_zeros(1)
+        if self.active is not None:
+            # those of which this rank has a gradient, now or from before
+            own = gradients[self.find_inactive()]
+            pending = self.pending_gradients
+            count = self.count_reactivated(own if pending is None else own + pending).reshape(1)
+        (total,) = yield from self._synchronize(gradients, count)
+        since = self.steps + 1
+        while since > 1 and self.schedule.exchange(since - 1) == "nothing":
+            since -= 1
+        self.note_inactive_gradients(total, since)
+        may_reactivate = self.reactivate == "step" and self.steps + 2 >= self.reactivate_from
+        self.has_inactive_gradient = may_reactivate and total > 0
 
-        Args:
-            gradient: (c,), this rank's gradient; overwritten.
-        """
-        if not self.is_out_of_sync:
-            self.vectors["anchor"] = self._read_coded()
-            self.update = torch.zeros_like(gradient)
-        assert self.update is not None, "created with the anchor"
-        is_finite = bool(are_finite(gradient))
-        self.is_momentum_unchanged = not is_finite
-        self.num_nonfinite += not is_finite
-        if is_finite:
-            self._add_inactive(gradient)
-        momentum = self.vectors["momentum"][self.flat_params.num_uncompressed :]
-        self._accumulate_update(momentum, self.update, gradient if is_finite else None)
-        self._count_step()
-        self._set_parameters(self.vectors["anchor"], self.update, out=gradient)
-
-    def _clip_own(self, values: Tensor) -> None:
-        """Clip the gradients of this rank by their own norm, without communication."""
-        if self.clip_norm is not None:
-            gradients = values[: self.flat_params.num_elements]
-            self._clip_finite(gradients, gradients.double().square().sum())
-
-    def _synchronize(self, gradient: Tensor | None, extras: Tensor) -> Algorithm[str]:
-        """Take a local step, and exchange the updates since the last synchronization.
+    def _synchronize(self, gradients: Tensor | None, extras: Tensor) -> Algorithm[Sequence[float]]:
+        """Exchange the updates since the last synchronization, and set momenta and parameters.
 
         Args:
-            gradient: (c,), this rank's gradient; None to synchronize without a step.
-            extras: (k,), this rank's extras; the reducer's `extra_sums` are their sums over ranks.
+            gradients: (n,), this rank's gradients for a local step before it; None for no step.
+            extras: see `mean`.
 
         Returns:
-            Why the step was skipped, without changes; empty if it was not.
+            The sums of the extras.
+
+        Raises:
+            SkipStep: the step was skipped, without changes.
         """
-        offset, count = self.flat_params.num_uncompressed, self.num_compressed
-        momentum = self.vectors["momentum"][offset:].clone()
-        sent = torch.cat([momentum.new_zeros(count), extras])
-        if self.update is not None:
-            sent[:count] = self.update
-        if gradient is not None:
-            self._accumulate_update(momentum, sent[:count], gradient)
-        if skip_reason := (yield from self.reducers["update"].mean(sent, len(extras))):
-            return skip_reason
-        update, anchor = sent[:count], self.vectors.pop("anchor", None)
-        if anchor is None:
-            anchor = self._read_coded()
-        # `_count_step` applies weight decay to it
-        self.vectors["anchor"] = anchor
-        if gradient is not None:
-            self._add_inactive(gradient)
-            self._count_step()
-        for number, part in self._numbered_coded_parts():
-            length = self.numbers["lr_sums"][number]
+        first, count = self.flat.num_uncompressed, self.flat.num_elements
+        sent = self.flat.empty(self.num_common_extras + len(extras))
+        sums: Sequence[float] = ()
+        sent[:count] = 0 if self.accumulated is None else self.accumulated
+        if gradients is not None:
+            self._accumulate(self.momentum.clone(), sent, gradients)
+            sums = yield from self.mean(sent, "update", extras, begin=first)
+        elif reason := (yield from self.reducers["update"].mean(sent[first:count])):
+            raise SkipStep(reason)
+        anchor = self.flat.values if self.anchor is None else self.anchor
+        if gradients is not None:
+            self._add_pending(gradients)
+            self._count_step(anchor)
+        for length, (here, _) in zip(self.lr_sums, self.flat.slices(first), strict=True):
             # if all learning rates were 0, the momenta have not changed
             if length > 0:
-                torch.div(
-                    update[self._coded_slice(part)],
-                    length,
-                    out=self.vectors["momentum"][part.begin : part.end],
-                )
-        self._set_parameters(anchor, update, out=update)
-        del self.vectors["anchor"]
-        self.update = None
-        self.numbers["lr_sums"] = [0.0] * len(self.flat_params.parts)
-        return ""
+                torch.div(sent[here], length, out=self.momentum[here])
+        self._set_parameters(anchor, sent)
+        self.anchor = self.accumulated = None
+        self.lr_sums = [0.0] * len(self.lr_sums)
+        return sums
 
-    def _add_inactive(self, gradient: Tensor) -> None:
-        """Add the gradients of inactive elements, from gradients (c,), to the pending ones."""
+    def _accumulate(self, momentum: Tensor, update: Tensor, gradients: Tensor | None) -> None:
+        """Take a local step: change momenta (n,) and accumulated updates (n,) in place.
+
+        Without gradients, it steps with the unchanged momenta. With a learning rate of 0 nothing
+        changes, so that momenta in sync remain in sync.
+        """
+        for here, options in self.flat.slices(self.flat.num_uncompressed):
+            size, decay = self.step_size(options), _decay_factor(options)
+            if size == 0:
+                continue
+            if gradients is not None:
+                momentum[here].lerp_(gradients[here], 1 - options["betas"][0])
+            if self.active is not None:
+                momentum[here].masked_fill_(~self.active[here], 0)
+            update[here].mul_(decay).add_(momentum[here], alpha=size)
+
+    def _count_step(self, anchor: Tensor) -> None:
+        """Apply weight decay to the anchor (n,) and `lr_sums`, as `_accumulate` to the update."""
+        first = self.flat.num_uncompressed
+        groups = [options for _, options in self.flat.slices(first)]
+        self.lr_sums = [
+            length * _decay_factor(options) + self.step_size(options)
+            for length, options in zip(self.lr_sums, groups, strict=True)
+        ]
+        for segment in self.trained():
+            if segment.here.start >= first and (decay := _decay_factor(segment.options)) != 1:
+                anchor[segment.here] *= decay
+
+    def _set_parameters(self, anchor: Tensor, update: Tensor) -> None:
+        """Set the compressed parameters to anchor - update / (sqrt(V) + eps); both are (n,)."""
+        roots, first = torch.empty_like(anchor), self.flat.num_uncompressed
+        for here, options in self.flat.slices(first):
+            self.write_roots(here, options, roots[here])
+            torch.addcdiv(anchor[here], update[here], roots[here], value=-1, out=roots[here])
+        for segment in self.flat.segments:
+            if segment.here.start >= first:
+                segment.parameter.copy_(roots[segment.here].view(segment.parameter.shape))
+
+    def _move_settling(self, settling: SettlingElements) -> None:
+        """Take a step of Adam with the settling elements; others are set from anchor and update."""
+        for segment, here in self.settling_slices():
+            roots = settling.variances[here].sqrt() + segment.options["eps"]
+            moves = settling.momenta[here] / roots * self.step_size(segment.options)
+            positions, flat = self.settling[here], segment.parameter.flatten()
+            own = positions - segment.here.start
+            before = flat[own] if self.anchor is None else self.anchor[positions]
+            moved = before.to(moves.dtype) - moves
+            if self.anchor is not None:
+                self.anchor[positions] = moved
+            flat[own] = moved.to(flat.dtype)
+            segment.parameter.copy_(flat.view_as(segment.parameter))
+
+    def _add_pending(self, gradients: Tensor) -> None:
+        """Add the gradients of inactive elements, of gradients (n,), to the pending ones."""
         if self.pending_gradients is not None:
-            self.add_pending_gradients(gradient[self.find_inactive()])
+            self.add_pending_gradients(gradients[self.find_inactive()])
 
-    def _count_inactive_gradients(self, gradient: Tensor) -> Tensor:
-        """Count the inactive elements of which this rank has a gradient, now or from before."""
-        if "active" not in self.vectors:
-            return gradient.new_zeros(())
-        own = gradient[self.find_inactive()]
-        pending = self.pending_gradients
-        return self.count_reactivated(own if pending is None else own + pending)
-
-    # --- the end of the run
+    # --- the end of the run, evaluation, and states
 
     @torch.no_grad()
     def finish(self) -> Algorithm[str]:
         """See `DistributedOptimizer`: synchronize the updates."""
         if self.is_out_of_sync:
-            settling = self.read_settling(self.flat_params.empty())
-            self.skip_reason = yield from self._synchronize(None, self.flat_params.empty()[:0])
-            if settling is not None and not self.skip_reason:
+            settling = self.read_settling(self.flat.empty())
+            try:
+                yield from self._synchronize(None, self.flat.empty()[:0])
+            except SkipStep as skip:
+                self.skip_reason = str(skip)
+                return str(skip)
+            if settling is not None:
                 self.write_settling(settling)
-            return self.skip_reason
         return ""
 
-    # --- checkpoints
+    @identify_caller
+    def average_parameters_algorithm(self) -> Algorithm[Tensor | None]:
+        """See `DistributedOptimizer`.
 
-    @property
-    def state_bytes(self) -> int:
-        """See `Replicated`."""
-        return super().state_bytes + (0 if self.update is None else self.update.nbytes)
-
-    def snapshot(self) -> dict[str, Any]:
-        """See `Replicated`; `local` has the state that differs between ranks.
-
-        `restore` computes this rank's parameters from the anchor and its own update.
+        Returns:
+            This rank's own parameters (n,) if the ranks are out of sync; else None.
         """
-        state = super().snapshot()
-        local = {**state["local"], "num_nonfinite": self.num_nonfinite}
-        if self.is_out_of_sync:
-            momentum, offset = self.vectors["momentum"], self.flat_params.num_uncompressed
-            local |= {"update": self.update, "momentum": momentum[offset:].clone()}
-            state["shared"]["vectors"]["momentum"] = momentum[:offset].clone()
-        return {**state, "local": local}
+        if not self.is_out_of_sync:
+            return None
+        own, mean = self.flat.values, self.flat.values
+        worker = self.flat.worker_info(self.group.rank, self.group.world_size)
+        if not (yield from Dense().reducer(self.flat.num_elements, worker).mean(mean)):
+            self.flat.write_parameters(mean)
+        return own
+
+    def restore_parameters(self, own: Tensor | None) -> None:
+        """See `DistributedOptimizer`."""
+        if own is not None:
+            self.flat.write_parameters(own)
 
     @torch.no_grad()
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """See `Replicated`; a single rank also applies the updates since the last exchange."""
-        super().restore(snapshot)
-        local, device = snapshot["local"], self.flat_params.device
-        self.num_nonfinite = local["num_nonfinite"]
-        own = {
-            name: vector.to(device, copy=True)
-            for name, vector in local.items()
-            if isinstance(vector, Tensor)
-        }
-        self.update = own.get("update")
-        if self.update is None:
-            return
-        self.vectors["momentum"] = torch.cat([self.vectors["momentum"], own["momentum"]])
-        self._set_parameters(self.vectors["anchor"], self.update, out=torch.empty_like(self.update))
-        if self.group.world_size == 1:
-            run(self.finalize_algorithm(), self.group)
+    def on_load(self) -> None:
+        """See `DistributedOptimizer`; a single rank applies the updates since the last exchange."""
+        super().on_load()
+        if self.anchor is not None and self.accumulated is not None:
+            self._set_parameters(self.anchor, self.accumulated)
+            if self.group.world_size == 1:
+                run(self.finalize_algorithm(), self.group)
 
-    def check_state(self, snapshot: Mapping[str, Any]) -> None:
-        """See `Replicated`."""
-        super().check_state(snapshot)
-        numbers, local = snapshot["shared"]["numbers"], snapshot["local"]
-        check_value(numbers, "num_variance_updates")
-        check_numbers(numbers, "lr_sums", len(self.flat_params.parts), least=0)
-        check_value(local, "num_nonfinite")
-        coded = SavedTensor((self.num_compressed,), dtype=self.flat_params.dtype)
-        if "update" in local or "anchor" in snapshot["shared"]["vectors"]:
-            check_tensor(snapshot["shared"]["vectors"], "anchor", coded)
-            for name in ("update", "momentum"):
-                check_tensor(local, name, coded)
 
-    def count_momentum_elements(self, snapshot: Mapping[str, Any]) -> int:
-        """See `Masked`; between synchronizations, compressed momenta are in `local`."""
-        is_local = "update" in snapshot["local"]
-        return self.flat_params.num_uncompressed if is_local else self.flat_params.num_elements
+def _decay_factor(options: Mapping[str, Any]) -> float:
+    """Return the factor of the parameters by weight decay in the next step."""
+    return 1 - float(options["lr"]) * options["weight_decay"]
