@@ -68,6 +68,11 @@ class Field(ABC):
         kind = self.kind(Current(self.owner)) if callable(self.kind) else self.kind
         return SECTIONS[kind]
 
+    def is_dropped(self, values: Values, worker: WorkerInfo) -> bool:
+        """Whether a loaded state has no value, because the number of ranks has changed."""
+        is_resized = values["saved_world_size"] != worker.world_size
+        return self.resize == "drop" and is_resized
+
     def allocate(self, worker: WorkerInfo) -> None:
         """Set the attribute to its initial value, unless the owner has it already."""
         if not hasattr(self.owner, self.name):
@@ -149,7 +154,7 @@ class Vector(Field):
         if not self.exists(values):
             return
         value, label = values.get(self.key), f"{self.key} of the state"
-        if value is None and (self.is_optional or self.resize == "drop"):
+        if value is None and (self.is_optional or self.is_dropped(values, worker)):
             return
         if not isinstance(value, Tensor):
             raise_damaged(f"{label} {'is missing' if value is None else f'is {describe(value)}'}")
@@ -206,7 +211,7 @@ class Number(Field):
     def check(self, values: Values, worker: WorkerInfo) -> None:
         """See `Field`."""
         if self.key not in values:
-            if self.resize == "drop":
+            if self.is_dropped(values, worker):
                 return
             raise_damaged(f"{self.key} of the state is missing")
         value, kind = values[self.key], type(self.initial)
@@ -428,7 +433,8 @@ class State:
         """Check a snapshot, and return its values by the keys of the fields; see `load`."""
         for name in [*SECTIONS.values(), "errors"]:
             if not isinstance(snapshot.get(name), Mapping):
-                raise_damaged(f"{name} of the state is {describe(snapshot.get(name))}")
+                found = describe(snapshot.get(name))
+                raise_damaged(f"{name} of the state is {found}, not a mapping")
         if snapshot["optimizer"] != self.optimizer:
             raise ValueError(
                 f"the state of {snapshot['optimizer']}, not of {self.optimizer}\n\nhint: load it "

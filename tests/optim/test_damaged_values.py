@@ -13,7 +13,7 @@ from gcnzc.optim.state_layout import check_numbers, check_value
 WITH_STATE = {name: make for name, make in KINDS.items() if name != "averaged"}
 """all optimizers except those that load any state of an inner optimizer"""
 # a parameter's state may have None, such as the momentum of SGD, and other optional values
-OPTIONAL = {"threshold_s", "prediction", "pending_gradients"}
+OPTIONAL = {"pending_gradients"}
 
 
 def leaves(values, path=()):
@@ -108,10 +108,9 @@ def test_a_missing_value_is_rejected_and_nothing_is_loaded(name):
     models, others = make(name, 2)
     before = bits_of(models[1], others[1])
     found = optimizers[1].snapshot()
-    # inactive elements may have no gradients; errors that are missing become 0
-    optional = {"pending_gradients", "active", "steps"} if "inner" in found else {"active"}
     for path in leaves({section: found[section] for section in ("shared", "local")}):
-        if path[-1] in optional | OPTIONAL - {"threshold_s", "prediction"}:
+        # inactive elements may have no gradients, and an inner optimizer no state
+        if path[-1] in {"pending_gradients", "active"} or path[1:2] == ("inner",):
             continue
         state = copy.deepcopy(found)
         del holder_of(state, path)[path[-1]]
@@ -154,10 +153,10 @@ def test_integers_of_more_than_64_bits_are_no_options(name):
         others[1].load_state_dict(state)
 
 
-@pytest.mark.parametrize("section", ["shared", "local", "shards", "errors", "numbers"])
+@pytest.mark.parametrize("section", ["shared", "local", "shards", "errors"])
 def test_a_section_that_is_not_a_mapping_is_named(section):
     _, optimizers = make("averaged sign", 2)
     state = copy.deepcopy(optimizers[1].snapshot())
-    (state["shared"] if section == "numbers" else state)[section] = []
+    state[section] = []
     with pytest.raises(ValueError, match=rf"^{section} of the state is \[\], not a mapping\n"):
         optimizers[1].load_state_dict(state)
