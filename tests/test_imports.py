@@ -54,6 +54,7 @@ DOORS = {
     "torch.distributed": {
         *(f"gcnzc/exchange/{name}.py" for name in ("group", "init", "process_group")),
         "gcnzc/cli/launch.py",
+        "gcnzc/optim/fully_shard.py",
     },
     "torch.distributed.elastic": {"gcnzc/cli/launch.py"},
     "torch.distributed.launcher": {"gcnzc/cli/launch.py"},

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gcnzc.kernels.finite import are_finite, can_be_squared, square_limit
 from gcnzc.optim.flat import to_device
+from gcnzc.optim.fully_shard import local
 from gcnzc.system.scalars import read_scalars
 
 
@@ -60,9 +61,9 @@ def delete_nonfinite_state(
     """
     for parameter in parameters:
         tensors = [each for each in state.get(parameter, {}).values() if isinstance(each, Tensor)]
-        if not all(bool(are_finite(each)) for each in tensors):
+        if not all(bool(are_finite(local(each))) for each in tensors):
             del state[parameter]
 
 
 def _values(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+    return gradient.coalesce().values() if gradient.is_sparse else local(gradient)

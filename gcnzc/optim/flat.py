@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.compress import WorkerInfo
+from gcnzc.optim.fully_shard import local, shard_name
 
 # several float32 vectors of this length fit into the cache of a CPU core together
 TILE_ELEMENTS = 1 << 16
@@ -32,7 +33,7 @@ class Segment:
 
 
 class FlatParameters:
-    """The layout of trained parameters in one flat vector.
+    """The layout of trained parameters, or of this rank's shards of them, in one flat vector.
 
     Args:
         groups: the `param_groups` of an optimizer. Parameters without `requires_grad` are excluded.
@@ -56,7 +57,7 @@ class FlatParameters:
         for number, group in order:
             for index, parameter in enumerate(group["params"]):
                 if parameter.requires_grad:
-                    here = slice(begin, begin := begin + parameter.numel())
+                    here = slice(begin, begin := begin + local(parameter).numel())
                     name = f"group {number}, parameter {index}"
                     self.segments.append(Segment(name, parameter, here, group))
             if not group.get("compress", True):
@@ -90,7 +91,7 @@ class FlatParameters:
         found = {segment.parameter: segment for segment in self.segments}
         begin, self.segments = 0, []
         for parameter in parameters:
-            here = slice(begin, begin := begin + parameter.numel())
+            here = slice(begin, begin := begin + local(parameter).numel())
             self.segments.append(replace(found[parameter], here=here))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -101,6 +102,7 @@ class FlatParameters:
         """Return a line for each parameter, which must be equal on all ranks and in states."""
         return [
             f"{each.name} {tuple(each.parameter.shape)} {each.parameter.dtype} at {each.here.start}"
+            f"{shard_name([each.parameter])}"
             for each in self.segments
         ]
 
@@ -110,7 +112,7 @@ class FlatParameters:
 
     def layers(self, begin: int = 0) -> tuple[int, ...]:
         """Return the numbers of elements of the parameters from an element on; see `WorkerInfo`."""
-        return tuple(s.parameter.numel() for s in self.segments if s.here.start >= begin)
+        return tuple(s.here.stop - s.here.start for s in self.segments if s.here.start >= begin)
 
     def slices(self, begin: int = 0) -> Iterator[tuple[slice, dict[str, Any]]]:
         """Iterate over the slices of parameter groups from an element on, with their options."""
@@ -158,7 +160,7 @@ class FlatParameters:
 
     def views(self, values: Tensor) -> list[Tensor]:
         """Return a view of a vector (n,) or longer for each parameter, in the parameter's shape."""
-        return [values[s.here].view(s.parameter.shape) for s in self.segments]
+        return [values[s.here].view(local(s.parameter).shape) for s in self.segments]
 
     def _pieces(self, values: Tensor, here: slice) -> Iterator[tuple[Tensor, Tensor, slice]]:
         """Iterate over the parameters in a slice: elements of `values`, parameter and its slice."""
@@ -167,13 +169,13 @@ class FlatParameters:
             if begin < end:
                 first = segment.here.start
                 own = values[begin - here.start : end - here.start]
-                yield own, segment.parameter, slice(begin - first, end - first)
+                yield own, local(segment.parameter), slice(begin - first, end - first)
 
     @torch.no_grad()
     def read_parameters(self, out: Tensor, here: slice | None = None) -> Tensor:
         """Copy the parameters of a slice, by default all, into the first m elements of `out`."""
         if here in (None, slice(0, self.num_elements)):
-            torch._foreach_copy_(self.views(out), self.parameters)
+            torch._foreach_copy_(self.views(out), list(map(local, self.parameters)))
             return out
         for own, parameter, part in self._pieces(out, here):
             own.copy_(parameter.reshape(-1)[part])
@@ -183,7 +185,7 @@ class FlatParameters:
     def write_parameters(self, values: Tensor, here: slice | None = None) -> None:
         """Copy the first m elements of a vector into the parameters of a slice, by default all."""
         if here in (None, slice(0, self.num_elements)):
-            torch._foreach_copy_(self.parameters, self.views(values))
+            torch._foreach_copy_(list(map(local, self.parameters)), self.views(values))
             return
         for own, parameter, part in self._pieces(values, here):
             flat = parameter.reshape(-1)

@@ -26,6 +26,7 @@ from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, Group, Start, Sum, Wait
 from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.finite_gradients import delete_nonfinite_state, have_finite_gradients
+from gcnzc.optim.fully_shard import holds_on_all_shards
 from gcnzc.optim.late_phase import FEWER_LOCAL_STEPS
 from gcnzc.optim.method import WrappingOptimizer, identify_caller
 from gcnzc.optim.resize import shard_bounds
@@ -136,6 +137,7 @@ class LocalMethod(WrappingOptimizer):
     is_in_sync: bool
     """whether all ranks have the same parameters now"""
     is_replicated = False
+    accepts_shards = True
     late_phase_remedy = FEWER_LOCAL_STEPS
     compared_options: Sequence[str] = ("compress",)
 
@@ -198,7 +200,8 @@ class LocalMethod(WrappingOptimizer):
     def local_step(self) -> None:
         """Take a local step, if the gradients are finite."""
         factor = self.gradient_factor()
-        if not have_finite_gradients(self.flat.parameters, factor):
+        is_finite = have_finite_gradients(self.flat.parameters, factor)
+        if not holds_on_all_shards(is_finite, self.flat.parameters):
             self.skipped += 1
             bad = f"a gradient of rank {self.group.rank} is not finite or too large"
             self.add_reason(f"local step skipped, because {bad}")

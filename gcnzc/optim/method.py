@@ -27,6 +27,7 @@ from gcnzc.exchange.sync import broadcast, check_same, dense_buffers, synchroniz
 from gcnzc.optim.checksums import Checksums
 from gcnzc.optim.ddp import check_no_average, find_ddp
 from gcnzc.optim.flat import FlatParameters, numbered_groups
+from gcnzc.optim.fully_shard import find_peers, local, shard_name
 from gcnzc.optim.group_options import (
     CALL,
     NORMS,
@@ -121,6 +122,9 @@ class DistributedOptimizer(Optimizer):
     is_replicated = True
     """whether checksums of trained parameters are compared between ranks; not by local methods"""
 
+    accepts_shards = False
+    """whether parameters may be sharded by `fully_shard`"""
+
     accepts_ddp = True
     """whether DistributedDataParallel with `keep_gradients_local` may wrap the model"""
 
@@ -160,7 +164,8 @@ class DistributedOptimizer(Optimizer):
             check_count("total_steps", total_steps, 1)
         super().__init__(params, defaults)
         check_module(module, self.param_groups)
-        self.group = current_group() if group is None else group
+        trained = [each for group in self.param_groups for each in group["params"]]
+        self.group = find_peers(current_group(), trained) if group is None else group
         self.total_steps, self.late_step = total_steps, late_step(total_steps)
         self.module = module
         self._weight, self._signals = 1.0, [False] * signals
@@ -316,7 +321,7 @@ class DistributedOptimizer(Optimizer):
         is_needed = isinstance(factor, Tensor) or factor != 1.0
         for parameter in parameters if is_needed else ():
             if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+                local(parameter.grad).mul_(factor)
 
     # --- steps
 
@@ -497,7 +502,7 @@ class DistributedOptimizer(Optimizer):
         """Return all parameters, named by their positions and by their names in the model."""
         names = names_in_model(self.module, self.param_groups)
         named = self.named_parameters()
-        return [(f"{position}{names.get(id(each), '')}", each) for position, each in named]
+        return [(f"{position}{names.get(id(each), '')}", local(each)) for position, each in named]
 
     def requires_grad_flags(self) -> list[bool]:
         """The current `requires_grad` of each parameter of `named_parameters`, in that order."""
@@ -579,7 +584,7 @@ class DistributedOptimizer(Optimizer):
 
     def check_param_group(self, group: Mapping[str, Any]) -> None:
         """Check the parameters and options of a group; see `add_param_group`."""
-        check_parameters(self.name, group["params"])
+        check_parameters(self.name, group["params"], accepts_shards=self.accepts_shards)
         self.check_options(group)
 
     # --- start and end of the run
@@ -614,7 +619,7 @@ class DistributedOptimizer(Optimizer):
                 for line, (_, tensor) in zip(describe_layout(tensors), tensors, strict=True)
             ]
             yield from check_same([*self.layout_lines(), *lines], "optimizers")
-            yield from broadcast(tensors)
+            yield from broadcast([(name, local(tensor)) for name, tensor in tensors])
         self.is_broadcast = True
         self.on_broadcast()
 
@@ -769,7 +774,8 @@ class DistributedOptimizer(Optimizer):
                 model, is damaged, or has an option that is out of its range. Nothing is loaded
                 then.
         """
-        snapshot = unpack_state(self.name, state_dict, self.group.rank)
+        shard = shard_name(each for _, each in self.named_parameters())
+        snapshot = unpack_state(self.name, state_dict, self.group.rank, shard)
         self.restore(snapshot)
         self.loaded_norms = format_norms(snapshot["shared"])
         self.mark_loaded()

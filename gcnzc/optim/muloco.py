@@ -40,6 +40,8 @@ class MuLoCo(DiLoCo):
         ValueError: an option is out of range, or the parameters of the ranks differ.
     """
 
+    accepts_shards = False
+
     def __init__(
         self,
         inner: Optimizer,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gcnzc.optim.fully_shard import shard_name
 from gcnzc.system.arguments import describe
 
 # keys of a state dict: the state that is the same on all ranks, and the state of one rank
@@ -52,13 +53,14 @@ def pack_state(
                 state[number] = {"step": step}
         numbers = list(range(first, first := first + len(parameters)))
         numbered.append({**group, "params": numbers})
+    shard = shard_name(each for group in groups for each in group["params"])
     common = {name: value for name, value in snapshot.items() if name in COMMON_KEYS}
     excluded = (*COMMON_KEYS, "param_groups") if "resize" in snapshot else COMMON_KEYS
     own = {name: value for name, value in snapshot.items() if name not in excluded}
     own_key = OWN.format(rank=snapshot["rank"], world_size=snapshot["world_size"])
     holder = state.setdefault(min(state, default=0), {})
-    holder[COMMON] = _to_bytes({"optimizer": optimizer, **common})
-    holder[own_key] = _to_bytes(own)
+    holder[COMMON + shard] = _to_bytes({"optimizer": optimizer, **common})
+    holder[own_key + shard] = _to_bytes(own)
     return {"state": state, "param_groups": numbered}
 
 
@@ -121,7 +123,7 @@ def check_mapping(state_dict: Mapping[str, Any], *keys: str) -> None:
 
 
 def unpack_state(
-    optimizer: str, state_dict: Mapping[str, Any], rank: int | None = None
+    optimizer: str, state_dict: Mapping[str, Any], rank: int | None = None, shard: str = ""
 ) -> dict[str, Any]:
     """Extract the snapshot of a state dict; a copy of it if it is a snapshot.
 
@@ -129,6 +131,7 @@ def unpack_state(
         optimizer: the name of the optimizer type to restore; any if empty.
         state_dict: a result of `pack_state`; parameters may have names in place of indices.
         rank: the rank whose state to extract; None if the state dict has only one.
+        shard: see `shard_name`.
 
     Raises:
         ValueError: it is of another type of optimizer.
@@ -137,7 +140,7 @@ def unpack_state(
     if "rank" in state_dict and "shared" in state_dict:
         return dict(state_dict)
     entries = state_dict.get("state", {}).values()
-    holder = next((entry for entry in entries if COMMON in entry), None)
+    holder = next((entry for entry in entries if _common_key(entry)), None)
     if holder is None:
         raise ValueError(
             f"{_describe_state(state_dict)}, not the state of "
@@ -145,14 +148,17 @@ def unpack_state(
             "hint: load it into the type of optimizer that saved it; load the state of an inner "
             "optimizer with inner.load_state_dict before wrapping it"
         )
-    found = {name: value for name, value in holder.items() if name not in (COMMON, "step")}
+    own = {name: value for name, value in holder.items() if str(name).startswith("of rank ")}
+    # of several shards only if torch.distributed.checkpoint has joined them
+    common = COMMON + shard if COMMON + shard in holder else _common_key(holder)
+    found = {name: value for name, value in own.items() if name.endswith(shard)}
     wanted = [name for name in found if name.startswith(f"of rank {rank} of ")]
     if not found:
         raise ValueError(
             "the state has the part that all ranks share, but not the state of any rank\n\n"
             "hint: load the complete result of `state_dict` on this rank"
         )
-    snapshot = {**_from_bytes(holder[COMMON]), **_from_bytes(found[next(iter([*wanted, *found]))])}
+    snapshot = {**_from_bytes(holder[common]), **_from_bytes(found[next(iter([*wanted, *found]))])}
     if "resize" in snapshot:
         return {**snapshot, "param_groups": state_dict.get("param_groups")}
     kind = snapshot.pop("optimizer")
@@ -181,7 +187,7 @@ def unpack_state(
 
 def _count_ranks(state_dict: Mapping[str, Any]) -> int:
     """Return the number of ranks whose states a state dict has."""
-    entries = [each for each in state_dict.get("state", {}).values() if COMMON in each]
+    entries = [each for each in state_dict.get("state", {}).values() if _common_key(each)]
     return sum(name.startswith("of rank ") for entry in entries for name in entry)
 
 
@@ -198,9 +204,14 @@ def check_is_inner(state_dict: Mapping[str, Any]) -> None:
         )
 
 
+def _common_key(entry: Mapping[str, Any]) -> str:
+    """Return the key of the state that is the same on all ranks; empty if there is none."""
+    return next((name for name in entry if str(name).startswith(COMMON)), "")
+
+
 def _is_of_inner(state_dict: Mapping[str, Any]) -> bool:
     entries = state_dict.get("state", {}).values()
-    return "rank" not in state_dict and not any(COMMON in entry for entry in entries)
+    return "rank" not in state_dict and not any(map(_common_key, entries))
 
 
 def _describe_state(state_dict: Mapping[str, Any]) -> str:

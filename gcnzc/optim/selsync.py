@@ -56,6 +56,8 @@ class SelSync(LocalSGD):
     """the number of squared norms so far"""
     compared_options = ("threshold", "window", *LocalSGD.compared_options)
 
+    accepts_shards = False
+
     def __init__(
         self,
         inner: Optimizer,

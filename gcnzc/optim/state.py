@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Reducer, WorkerInfo
 from gcnzc.compress.reducer import DAMAGED_HINT
+from gcnzc.optim.fully_shard import like, local
 from gcnzc.optim.resize import RESIZED_FROM, shard_bounds
 from gcnzc.optim.state_layout import check_inner_state, check_layout
 from gcnzc.system.arguments import describe
@@ -342,7 +343,12 @@ class Inner(Field):
 
     def save(self) -> dict[str, Any]:
         """See `Field`."""
-        return self.optimizer.state_dict()
+        saved = self.optimizer.state_dict()
+        states = {
+            number: {name: _own(value) for name, value in values.items()}
+            for number, values in saved["state"].items()
+        }
+        return {**saved, "state": states}
 
     def check(self, values: Values, worker: WorkerInfo) -> None:
         """See `Field`."""
@@ -351,6 +357,14 @@ class Inner(Field):
     def load(self, values: Values, worker: WorkerInfo) -> None:
         """See `Field`."""
         self.optimizer.load_state_dict(values[self.key])
+        for parameter, state in self.optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = like(value, parameter)
+
+
+def _own(value: Any) -> Any:
+    return local(value) if isinstance(value, Tensor) else value
 
 
 class Current(Mapping[str, Any]):

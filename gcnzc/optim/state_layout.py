@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gcnzc.compress.reducer import DAMAGED_HINT
+from gcnzc.optim.fully_shard import local
 from gcnzc.optim.muon import Muon
 from gcnzc.optim.resize import RESIZED_FROM, check_mapping
 from gcnzc.system.arguments import describe
@@ -313,10 +314,10 @@ def _check_inner_value(
     is_scalar = not isinstance(value, Tensor) or value.numel() == 1
     needs_elements = is_required and name != "step"
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-    if shape != parameter.shape and (needs_elements or not is_scalar):
+    if shape != local(parameter).shape and (needs_elements or not is_scalar):
         raise ValueError(
             f"the state has {name} {shape} of {where}, but this optimizer has a parameter "
-            f"{tuple(parameter.shape)}\n\n{_HINT}"
+            f"{tuple(local(parameter).shape)}\n\n{_HINT}"
         )
     is_real = not isinstance(value, Tensor) or value.is_floating_point()
     if not (is_scalar or is_real or is_complex):

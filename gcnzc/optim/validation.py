@@ -35,23 +35,28 @@ def check_group(group: object) -> None:
     )
 
 
-def check_parameters(optimizer: str, parameters: Iterable[Tensor]) -> None:
+def check_parameters(
+    optimizer: str, parameters: Iterable[Tensor], *, accepts_shards: bool = False
+) -> None:
     """Check that parameters are plain tensors, and that trained ones are real floating-point.
 
     Args:
         optimizer: the name of the optimizer, for the message.
         parameters: the parameters of one group.
+        accepts_shards: whether they may be sharded by `fully_shard`.
 
     Raises:
         TypeError: a parameter is a shard of FSDP, a DTensor, complex, or of another dtype that
             cannot be averaged.
     """
     for index, parameter in enumerate(parameters):
-        if kind := _sharded_kind(parameter):
+        kind = _sharded_kind(parameter)
+        if kind and not (accepts_shards and _is_shard_of_replica(parameter)):
             raise TypeError(
                 f"parameter {index} is a {kind}; {optimizer} would average shards that belong to "
                 "different elements\n\nhint: give the plain tensors of a model that is replicated "
-                "on every rank, not sharded"
+                "on every rank; local methods such as gcnzc.optim.DiLoCo also accept parameters of "
+                "torch.distributed.fsdp.fully_shard (torch >= 2.6), with the mesh of one replica"
             )
         if not parameter.requires_grad or parameter.dtype in DTYPES:
             continue
@@ -349,6 +354,12 @@ def _number(value: object) -> float | None:
         # torch raises an OverflowError for it
         return None
     return float(value)
+
+
+def _is_shard_of_replica(parameter: Any) -> bool:
+    """Return whether a parameter is sharded by `fully_shard` over the ranks of a replica."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh is not None and mesh.ndim == 1 and parameter.placements[0].is_shard()
 
 
 def _sharded_kind(parameter: Tensor) -> str:
