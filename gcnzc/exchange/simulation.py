@@ -129,243 +129,6 @@ def _rare_garbage_collection() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-class SimulatedLosses:
-    """Ends ranks that crash or fail, and breaks connections.
-
-    Args:
-        simulation: has the tasks of the ranks.
-    """
-
-    def __init__(self, simulation: "Simulation") -> None:
-        self.simulation = simulation
-        self.broken: dict[int | tuple[int, str | None], tuple[float, WorkerLost]] = {}
-        """by rank, or rank and channel of collectives, when its connections broke, and why"""
-
-    def crash(self, rank: int, at: float) -> None:
-        """End a rank that has not ended before."""
-        if self.simulation.main_tasks[rank].is_done:
-            return
-        error = WorkerLost(f"rank {rank} crashed at {at:g} s of the simulation")
-        self.simulation.main_tasks[rank].now, self.simulation.main_tasks[rank].answer = at, None
-        self.lose(rank, at, error)
-
-    def lose(self, rank: int, at: float, error: WorkerLost) -> None:
-        """End all tasks of a rank, and break its connections."""
-        self.simulation.errors[rank] = error
-        self.simulation.network.crash(rank)
-        for task in [each for each in self.simulation.tasks if each.rank == rank]:
-            task.is_done = True
-            del self.simulation.tasks[task]
-        self.disconnect(rank, None, at, error, is_whole_rank=True)
-
-    def disconnect(
-        self, rank: int, channel: str | None, at: float, error: WorkerLost, *,
-        is_whole_rank: bool = False,
-    ) -> None:  # fmt: skip
-        """Break the connections of a rank, or those of the collectives of one of its channels.
-
-        Tasks of other ranks that wait for them raise an error after the latency.
-        """
-        key = rank if is_whole_rank else (rank, channel)
-        if key in self.broken:
-            return
-        self.broken[key] = at, error
-        delay_s = self.simulation.network.of_rank[rank].delay_s
-        for task in list(self.simulation.tasks):
-            pending = task.waits_for
-            if isinstance(pending, StartedReceive):
-                message = pending.message
-                # a message that is on its way arrives
-                is_waiting = message is None or message.sent_at > at
-            else:
-                is_waiting = isinstance(pending, SentMessage)
-            if is_waiting and pending.peer == rank and self.is_lost(task, rank):
-                task.error = self.lost_error(task, pending.request, rank)
-                pending.waiter = None
-                self.simulation.resume(task, at + delay_s)
-
-    def is_lost(self, task: Task, peer: int) -> bool:
-        """Return whether a task has no connection to a rank any more."""
-        return peer in self.broken or bool(task.kind and (peer, task.channel) in self.broken)
-
-    def lost_error(self, task: Task, request: Message, peer: int) -> WorkerLost:
-        """Return the error of a request whose peer is not connected."""
-        at, error = self.broken.get(peer) or self.broken[peer, task.channel]
-        return WorkerLost(
-            f"rank {task.rank} waited for {request.describe()}, whose connections broke at "
-            f"{at:g} s: {error}"
-        )
-
-
-class SimulatedLogs:
-    """The requests that each rank has made, which are compared when a rank makes another one."""
-
-    def __init__(self, world_size: int) -> None:
-        self.logs = [RequestLog(rank) for rank in range(world_size)]
-
-    def check_collective(
-        self, rank: int, caller: str, channel: str | None, request: Collective
-    ) -> None:
-        """Compare a collective with the same request of ranks that have made it already.
-
-        Raises:
-            RequestMismatch: they differ.
-        """
-        header = self.logs[rank].record_collective(channel or "", request, caller)
-        self._check(rank, channel_sequence(channel or ""), header, range(len(self.logs)))
-
-    def check_message(self, task: Task, message: Send | Receive, channel: str | None) -> str:
-        """Check a message, and compare it with the request of its peer if there is one.
-
-        Returns:
-            The name of its sequence; a message with a tag matches any of its sequence.
-        """
-        message.check(task.rank, len(self.logs))
-        sequence = message.sequence(task.rank, channel or "", task.caller)
-        if message.tag is None:
-            header = self.logs[task.rank].record_message(message, task.caller, channel or "")
-            self._check(task.rank, sequence, header, [message.peer])
-        return sequence
-
-    def check_channel(self, rank: int, caller: str, channel: str) -> None:
-        """Compare the opening of a channel with ranks that have opened as many channels.
-
-        Raises:
-            RequestMismatch: such a rank has opened another one.
-        """
-        sequence = channel_sequence("")
-        words = f"the opening of channel {channel}"
-        header = self.logs[rank].record(sequence, words, caller=caller)
-        self._check(rank, sequence, header, range(len(self.logs)))
-
-    def _check(self, rank: int, sequence: str, header: Header, peers: Sequence[int]) -> None:
-        """Raise a RequestMismatch if a request differs from that of a peer that made it before."""
-        for peer in peers:
-            other = None if peer == rank else self.logs[peer].find(sequence, header.number)
-            if other is not None:
-                difference = find_difference((peer, rank), sequence, other, header)
-                if difference:
-                    raise mismatch(difference)
-                if not header.sent and not header.expected:
-                    # the header equals those of all ranks that have made the request
-                    return
-
-
-class SimulatedAnyReceives:
-    """Matches receives from any rank with messages.
-
-    Args:
-        simulation: has the messages without a receive.
-    """
-
-    def __init__(self, simulation: "Simulation") -> None:
-        self.simulation = simulation
-        self.waiting: dict[Any, deque[StartedReceive]] = {}
-        """the receives without a message, by receiver, channel, header and caller"""
-
-    def start(self, task: Task, request: ReceiveAny) -> StartedReceive:
-        """Start a receive, and match it with the message that was sent first."""
-        request.check(task.rank, self.simulation.world_size)
-        receive, channel, mailboxes = StartedReceive(request), task.channel, []
-        for sender in range(self.simulation.world_size):
-            name = request.name_sequence(sender, task.rank, channel or "", task.caller)
-            mailbox = self.simulation.mailboxes.get((sender, task.rank, channel, name))
-            if mailbox is not None and mailbox.messages:
-                mailboxes.append(mailbox)
-        if mailboxes:
-            first = min(mailboxes, key=lambda mailbox: mailbox.messages[0].number)
-            self.simulation.match_sent(first.messages.popleft(), receive, task.now)
-        else:
-            key = task.rank, channel, request.describe_header()[0], task.caller
-            self.waiting.setdefault(key, deque()).append(receive)
-        return receive
-
-    def match(self, task: Task, message: SentMessage, channel: str | None) -> bool:
-        """Match a message of a task with a receive; return whether there is one."""
-        key = message.peer, channel, message.request.describe_header()[0], task.caller
-        receives = self.waiting.get(key)
-        if not receives:
-            return False
-        self.simulation.match(message, receives.popleft(), task.now)
-        if not receives:
-            del self.waiting[key]
-        return True
-
-    def fail_waits(self, at: float) -> bool:
-        """Raise an error in the tasks that wait for a message, when no task can continue.
-
-        Returns:
-            Whether there was such a task. There is none if no rank has ended with an error.
-        """
-        error = next((each for each in self.simulation.errors if each is not None), None)
-        receives = [each for receives in self.waiting.values() for each in receives]
-        is_lost = False
-        for receive in receives if error is not None else ():
-            task, receive.waiter = receive.waiter, None
-            if task is not None and not task.is_done:
-                task.error = WorkerLost(
-                    f"rank {task.rank} waited for {receive.request.describe()}, which no rank has "
-                    f"sent: {error}"
-                )
-                self.simulation.resume(task, at)
-                is_lost = True
-        return is_lost
-
-
-class SimulatedChannels:
-    """Checks that all ranks open the same channels in the same order.
-
-    A rank opens a channel by its first request on it. Processes wait until all of them have opened
-    it; the simulation takes no time for it.
-
-    Args:
-        simulation: has the requests of the ranks.
-    """
-
-    def __init__(self, simulation: "Simulation") -> None:
-        self.simulation = simulation
-        self.opened: list[list[str]] = [[] for _ in range(simulation.world_size)]
-        """by rank, the channels in the order in which the rank has opened them"""
-
-    def open(self, task: "Task", channel: str) -> None:
-        """Open a channel, unless the rank has opened it before.
-
-        Raises:
-            RequestMismatch: another rank has opened another channel, or made another request.
-        """
-        simulation, opened = self.simulation, self.opened[task.rank]
-        if simulation.world_size == 1 or channel in opened:
-            return
-        opened.append(channel)
-        simulation.logs.check_channel(task.rank, task.caller, channel)
-
-    def describe_missing(self) -> list[str]:
-        """Describe which ranks have not opened a channel at the end; empty if a rank has failed."""
-        if any(self.simulation.errors):
-            return []
-        longest = max(self.opened, key=len, default=[])
-        return [
-            f"rank {self.opened.index(longest)} opens channel {longest[len(opened)]}, and rank "
-            f"{rank} does not"
-            for rank, opened in enumerate(self.opened)
-            if len(opened) < len(longest)
-        ]
-
-    def describe_other(self) -> list[str]:
-        """Describe messages that were sent on one channel while their receiver waits on another."""
-        mailboxes, expected = self.simulation.mailboxes, defaultdict(list)
-        for (sender, receiver, _, sequence), mailbox in mailboxes.items():
-            if mailbox.receives:
-                expected[sender, receiver].append(sequence)
-        found = (
-            describe_other_channel(sequence, other, (sender, receiver))
-            for (sender, receiver, _, sequence), mailbox in mailboxes.items()
-            if mailbox.messages
-            for other in expected[sender, receiver]
-        )
-        return [each for each in found if each][:MAX_OTHERS]
-
-
 class SimulatedStore:
     """Answers the requests to the store.
 
@@ -500,14 +263,18 @@ class Simulation:
         self.machines = [Machine(faults.get(rank, ())) for rank in range(self.world_size)]
         self.has_faults = bool(faults)
         self.errors: list[WorkerLost | None] = [None] * self.world_size
-        self.losses = SimulatedLosses(self)
+        self.broken: dict[int | tuple[int, str | None], tuple[float, WorkerLost]] = {}
+        """by rank, or rank and channel of collectives, when its connections broke, and why"""
         self.ledgers = [Ledger() for _ in algorithms]
-        self.logs = SimulatedLogs(self.world_size)
+        # the requests that each rank has made, compared when a rank makes another one
+        self.logs = [RequestLog(rank) for rank in range(self.world_size)]
         self.mailboxes: defaultdict[Any, Mailbox] = defaultdict(Mailbox)
-        self.any_receives = SimulatedAnyReceives(self)
+        self.any_receives: dict[Any, deque[StartedReceive]] = {}
+        """the receives without a message, by receiver, channel, header and caller"""
         self.num_messages = 0
         self.last_in_channel: dict[tuple[int, str], Task] = {}
-        self.channels = SimulatedChannels(self)
+        self.opened: list[list[str]] = [[] for _ in algorithms]
+        """by rank, the channels in the order in which the rank has opened them"""
         # tasks that have not ended
         self.tasks: dict[Task, None] = {}
         # (time, number, task, or a function that is called with the time)
@@ -534,20 +301,20 @@ class Simulation:
         ]
         for rank, machine in enumerate(self.machines):
             if machine.crashes_at < NEVER:
-                self.schedule(machine.crashes_at, partial(self.losses.crash, rank))
+                self.schedule(machine.crashes_at, partial(self.crash, rank))
 
     def run(self) -> Outcome:
         """Run all tasks to their ends; see `lockstep`."""
         events, at = self.events, 0.0
-        while events or self.store.fail_waits(at) or self.any_receives.fail_waits(at):
+        while events or self.store.fail_waits(at) or self.fail_any_receives(at):
             at, _, event = heapq.heappop(events)
             if type(event) is Task:
                 self.advance(event, at)
             else:
                 event(at)  # type: ignore[operator]
         waiting = [each.describe_wait() for each in self.tasks if not each.is_abandoned]
-        if waits := "; ".join([*waiting, *self.channels.describe_missing()]):
-            others = self.channels.describe_other() if waiting else []
+        if waits := "; ".join([*waiting, *self.describe_missing_channels()]):
+            others = self.describe_other_channels() if waiting else []
             raise mismatch("; ".join([f"{waits}, and none of them can continue", *others]))
         outcome = Outcome([], [], [], self.ledgers, self.errors)
         for task, error in zip(self.main_tasks, self.errors, strict=True):
@@ -610,7 +377,7 @@ class Simulation:
                 task.answer, task.error = None, error
                 if task.kind and task.kind != "SendReceive":
                     # the other ranks of a collective would wait for this one
-                    self.losses.disconnect(task.rank, task.channel, task.now, error)
+                    self.disconnect(task.rank, task.channel, task.now, error)
             else:
                 task.answer = None
                 handler = handlers.get(type(request), self.begin_collective)
@@ -636,7 +403,7 @@ class Simulation:
             self.resume(other, task.now)  # type: ignore[arg-type]
         task.waiting.clear()
         if task.channel is None and isinstance(task.error, WorkerLost):
-            self.losses.lose(task.rank, task.now, task.error)
+            self.lose(task.rank, task.now, task.error)
 
     # requests: each handler returns whether the task continues at once
 
@@ -668,7 +435,7 @@ class Simulation:
         check_kind(started, STARTED, "the start of")
         kind = type(started)
         if request.channel or not issubclass(kind, Message):
-            self.channels.open(task, request.channel or DEFAULT_CHANNEL)
+            self.open_channel(task, request.channel or DEFAULT_CHANNEL)
         if kind is Send:
             channel = request.channel or task.channel
             task.answer = self.start_send(task, started, channel)  # type: ignore[arg-type]
@@ -748,7 +515,7 @@ class Simulation:
     def execute(self, rank: int, caller: str, channel: str | None, request: Any) -> Algorithm[Any]:
         """Check a collective, which has a channel if it is started; return its algorithm."""
         request.check(self.world_size)
-        self.logs.check_collective(rank, caller, channel, request)
+        self.check_collective(rank, caller, channel, request)
         is_builtin = request.is_builtin(is_started=channel is not None)
         return request.messages(rank, self.world_size, is_builtin=is_builtin)
 
@@ -778,7 +545,7 @@ class Simulation:
     def start_send(self, task: Task, request: Send, channel: str | None) -> SentMessage:
         """Send a message: occupy the links, and match it with a receive."""
         sender, receiver = task.rank, request.peer
-        sequence = "" if task.kind else self.logs.check_message(task, request, channel)
+        sequence = "" if task.kind else self.check_message(task, request, channel)
         values = request.values
         num_bytes = values.nbytes
         copy = None if isinstance(values, SizeOnly) else as_bytes(values).clone()
@@ -790,7 +557,7 @@ class Simulation:
         mailbox = self.mailboxes[sender, receiver, channel, sequence]
         if mailbox.receives:
             self.match(message, mailbox.receives.popleft(), task.now)
-        elif request.tag is None or not self.any_receives.match(task, message, channel):
+        elif request.tag is None or not self.match_any(task, message, channel):
             mailbox.messages.append(message)
         self.network.open(message, task.now)
         if sent_at == NEVER or sent_at > self.machines[sender].crashes_at:
@@ -817,8 +584,8 @@ class Simulation:
     def start_receive(self, task: Task, request: Receive | ReceiveAny) -> StartedReceive:
         """Start a receive, and match it with a message."""
         if isinstance(request, ReceiveAny):
-            return self.any_receives.start(task, request)
-        sequence = "" if task.kind else self.logs.check_message(task, request, task.channel)
+            return self.start_any(task, request)
+        sequence = "" if task.kind else self.check_message(task, request, task.channel)
         receive = StartedReceive(request)
         mailbox = self.mailboxes[request.peer, task.rank, task.channel, sequence]
         if mailbox.messages:
@@ -866,11 +633,206 @@ class Simulation:
     def suspend(self, task: Task, pending: SentMessage | StartedReceive) -> bool:
         """Let a task wait for its peer, or continue with an error if it is not connected."""
         peer = pending.peer
-        if peer is not None and self.losses.is_lost(task, peer):
-            task.error = self.losses.lost_error(task, pending.request, peer)
+        if peer is not None and self.is_lost(task, peer):
+            task.error = self.lost_error(task, pending.request, peer)
             return True
         task.waits_for, pending.waiter = pending, task
         return False
+
+    # receives from any rank
+
+    def start_any(self, task: Task, request: ReceiveAny) -> StartedReceive:
+        """Start a receive, and match it with the message that was sent first."""
+        request.check(task.rank, self.world_size)
+        receive, channel, mailboxes = StartedReceive(request), task.channel, []
+        for sender in range(self.world_size):
+            name = request.name_sequence(sender, task.rank, channel or "", task.caller)
+            mailbox = self.mailboxes.get((sender, task.rank, channel, name))
+            if mailbox is not None and mailbox.messages:
+                mailboxes.append(mailbox)
+        if mailboxes:
+            first = min(mailboxes, key=lambda mailbox: mailbox.messages[0].number)
+            self.match_sent(first.messages.popleft(), receive, task.now)
+        else:
+            key = task.rank, channel, request.describe_header()[0], task.caller
+            self.any_receives.setdefault(key, deque()).append(receive)
+        return receive
+
+    def match_any(self, task: Task, message: SentMessage, channel: str | None) -> bool:
+        """Match a message of a task with a receive; return whether there is one."""
+        key = message.peer, channel, message.request.describe_header()[0], task.caller
+        receives = self.any_receives.get(key)
+        if not receives:
+            return False
+        self.match(message, receives.popleft(), task.now)
+        if not receives:
+            del self.any_receives[key]
+        return True
+
+    def fail_any_receives(self, at: float) -> bool:
+        """Raise an error in the tasks that wait for a message, when no task can continue.
+
+        Returns:
+            Whether there was such a task. There is none if no rank has ended with an error.
+        """
+        error = next((each for each in self.errors if each is not None), None)
+        receives = [each for receives in self.any_receives.values() for each in receives]
+        is_lost = False
+        for receive in receives if error is not None else ():
+            task, receive.waiter = receive.waiter, None
+            if task is not None and not task.is_done:
+                task.error = WorkerLost(
+                    f"rank {task.rank} waited for {receive.request.describe()}, which no rank has "
+                    f"sent: {error}"
+                )
+                self.resume(task, at)
+                is_lost = True
+        return is_lost
+
+    # ranks that crash or fail, and connections that break
+
+    def crash(self, rank: int, at: float) -> None:
+        """End a rank that has not ended before."""
+        if self.main_tasks[rank].is_done:
+            return
+        error = WorkerLost(f"rank {rank} crashed at {at:g} s of the simulation")
+        self.main_tasks[rank].now, self.main_tasks[rank].answer = at, None
+        self.lose(rank, at, error)
+
+    def lose(self, rank: int, at: float, error: WorkerLost) -> None:
+        """End all tasks of a rank, and break its connections."""
+        self.errors[rank] = error
+        self.network.crash(rank)
+        for task in [each for each in self.tasks if each.rank == rank]:
+            task.is_done = True
+            del self.tasks[task]
+        self.disconnect(rank, None, at, error, is_whole_rank=True)
+
+    def disconnect(
+        self, rank: int, channel: str | None, at: float, error: WorkerLost, *,
+        is_whole_rank: bool = False,
+    ) -> None:  # fmt: skip
+        """Break the connections of a rank, or those of the collectives of one of its channels.
+
+        Tasks of other ranks that wait for them raise an error after the latency.
+        """
+        key = rank if is_whole_rank else (rank, channel)
+        if key in self.broken:
+            return
+        self.broken[key] = at, error
+        delay_s = self.network.of_rank[rank].delay_s
+        for task in list(self.tasks):
+            pending = task.waits_for
+            if isinstance(pending, StartedReceive):
+                message = pending.message
+                # a message that is on its way arrives
+                is_waiting = message is None or message.sent_at > at
+            else:
+                is_waiting = isinstance(pending, SentMessage)
+            if is_waiting and pending.peer == rank and self.is_lost(task, rank):
+                task.error = self.lost_error(task, pending.request, rank)
+                pending.waiter = None
+                self.resume(task, at + delay_s)
+
+    def is_lost(self, task: Task, peer: int) -> bool:
+        """Return whether a task has no connection to a rank any more."""
+        return peer in self.broken or bool(task.kind and (peer, task.channel) in self.broken)
+
+    def lost_error(self, task: Task, request: Message, peer: int) -> WorkerLost:
+        """Return the error of a request whose peer is not connected."""
+        at, error = self.broken.get(peer) or self.broken[peer, task.channel]
+        return WorkerLost(
+            f"rank {task.rank} waited for {request.describe()}, whose connections broke at "
+            f"{at:g} s: {error}"
+        )
+
+    # comparison of the requests of ranks; processes wait until all ranks have opened a channel,
+    # for which the simulation takes no time
+
+    def check_collective(
+        self, rank: int, caller: str, channel: str | None, request: Collective
+    ) -> None:
+        """Compare a collective with the same request of ranks that have made it already.
+
+        Raises:
+            RequestMismatch: they differ.
+        """
+        header = self.logs[rank].record_collective(channel or "", request, caller)
+        self.compare(rank, channel_sequence(channel or ""), header, range(self.world_size))
+
+    def check_message(self, task: Task, message: Send | Receive, channel: str | None) -> str:
+        """Check a message, and compare it with the request of its peer if there is one.
+
+        Returns:
+            The name of its sequence; a message with a tag matches any of its sequence.
+        """
+        message.check(task.rank, self.world_size)
+        sequence = message.sequence(task.rank, channel or "", task.caller)
+        if message.tag is None:
+            header = self.logs[task.rank].record_message(message, task.caller, channel or "")
+            self.compare(task.rank, sequence, header, [message.peer])
+        return sequence
+
+    def check_channel(self, rank: int, caller: str, channel: str) -> None:
+        """Compare the opening of a channel with ranks that have opened as many channels.
+
+        Raises:
+            RequestMismatch: such a rank has opened another one.
+        """
+        sequence = channel_sequence("")
+        words = f"the opening of channel {channel}"
+        header = self.logs[rank].record(sequence, words, caller=caller)
+        self.compare(rank, sequence, header, range(self.world_size))
+
+    def compare(self, rank: int, sequence: str, header: Header, peers: Sequence[int]) -> None:
+        """Raise a RequestMismatch if a request differs from that of a peer that made it before."""
+        for peer in peers:
+            other = None if peer == rank else self.logs[peer].find(sequence, header.number)
+            if other is not None:
+                difference = find_difference((peer, rank), sequence, other, header)
+                if difference:
+                    raise mismatch(difference)
+                if not header.sent and not header.expected:
+                    # the header equals those of all ranks that have made the request
+                    return
+
+    def open_channel(self, task: Task, channel: str) -> None:
+        """Open a channel, unless the rank has opened it before.
+
+        Raises:
+            RequestMismatch: another rank has opened another channel, or made another request.
+        """
+        opened = self.opened[task.rank]
+        if self.world_size == 1 or channel in opened:
+            return
+        opened.append(channel)
+        self.check_channel(task.rank, task.caller, channel)
+
+    def describe_missing_channels(self) -> list[str]:
+        """Describe which ranks have not opened a channel at the end; empty if a rank has failed."""
+        if any(self.errors):
+            return []
+        longest = max(self.opened, key=len, default=[])
+        return [
+            f"rank {self.opened.index(longest)} opens channel {longest[len(opened)]}, and rank "
+            f"{rank} does not"
+            for rank, opened in enumerate(self.opened)
+            if len(opened) < len(longest)
+        ]
+
+    def describe_other_channels(self) -> list[str]:
+        """Describe messages that were sent on one channel while their receiver waits on another."""
+        mailboxes, expected = self.mailboxes, defaultdict(list)
+        for (sender, receiver, _, sequence), mailbox in mailboxes.items():
+            if mailbox.receives:
+                expected[sender, receiver].append(sequence)
+        found = (
+            describe_other_channel(sequence, other, (sender, receiver))
+            for (sender, receiver, _, sequence), mailbox in mailboxes.items()
+            if mailbox.messages
+            for other in expected[sender, receiver]
+        )
+        return [each for each in found if each][:MAX_OTHERS]
 
 
 def only_in_background(algorithm: Algorithm[Any]) -> Algorithm[Any]:

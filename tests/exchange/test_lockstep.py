@@ -95,7 +95,7 @@ def test_slow_and_paused_ranks_compute_later():
     with pytest.raises(ValueError, match="hint: slow-downs of a rank must not overlap"):
         times(r0=[SlowDown(0.0, 2.0), SlowDown(1.0, 2.0)])
     for factor, seconds in ((0.5, 1.0), (float("inf"), float("inf")), (float("nan"), 1.0)):
-        with pytest.raises(ValueError, match="hint: "):
+        with pytest.raises(ValueError, match="SlowDown"):
             SlowDown(0.0, factor, seconds)
 
 
@@ -242,20 +242,16 @@ NAN, INFINITE = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Link("1e6"), "a link with bytes_per_s='1e6'"),
-        (lambda: Link(1e6, INFINITE), "a link with delay_s=inf"),
-        (lambda: Link(1e6, 0, NAN), "a link with message_s=nan"),
-        (lambda: Crash(NAN), "a Crash at nan s"),
-        (lambda: SlowDown(0, 2, -1), "a slow-down for -1 s"),
-        (lambda: SlowDown(0, "2"), "a slow-down by '2'"),
-        (lambda: lockstep([ask(Compute(0.0))], faults={0: [5]}), r"the faults \[5\] of a rank"),
-        (
-            lambda: lockstep([], faults={7: [Crash(1.0)]}),
-            "faults has rank 7, but there are 0 ranks",
-        ),
+        (lambda: Link(0), "bytes_per_s=0.*above 0"),
+        (lambda: Link(1e6, INFINITE), "delay_s=inf.*finite"),
+        (lambda: Link(1e6, 0, NAN), "message_s=nan"),
+        (lambda: Crash(NAN), r"Crash\(at_s=nan\)"),
+        (lambda: SlowDown(0, 2, -1), "seconds=-1"),
+        (lambda: SlowDown(0, INFINITE), "a pause needs an end"),
+        (lambda: lockstep([], faults={7: [Crash(1.0)]}), "rank 7, but there are 0 ranks"),
         (lambda: lockstep([], links={(0, 5): Link()}), r"the pair \(0, 5\), but there are 0"),
     ],
 )
 def test_links_and_faults_are_checked(make, message):
-    with pytest.raises(ValueError, match=message + ".*\n\nhint: "):
+    with pytest.raises(ValueError, match=message):
         make()
