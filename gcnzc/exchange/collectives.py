@@ -561,22 +561,16 @@ class AllToAll(Collective):
             ValueError: a part is not one-dimensional, dtypes differ, or there are not W parts or
                 counts.
         """
-        require(
-            len(self.parts) == world_size,
-            f"AllToAll: {len(self.parts)} parts for {world_size} ranks",
-            "give one part per rank, which may be empty",
-        )
-        for rank, part in enumerate(self.parts):
-            require(
-                len(part.shape) == 1,
-                f"AllToAll: the part for rank {rank} has the shape {tuple(part.shape)}",
-                "give one-dimensional parts, such as part.reshape(-1)",
-            )
-        require(
-            self.counts is None or len(self.counts) == world_size,
-            f"AllToAll: {len(self.counts or ())} counts for {world_size} ranks",
-            "give the number of elements to receive from each rank",
-        )
+        counts, shapes = self.counts, [tuple(part.shape) for part in self.parts]
+        lengths = f"AllToAll: {len(shapes)} parts"
+        if counts is not None:
+            lengths += f" and {len(counts)} counts"
+        is_complete = len(shapes) == world_size and (counts is None or len(counts) == world_size)
+        hint = "give one part, which may be empty, and one count per rank"
+        require(is_complete, f"{lengths} for {world_size} ranks", hint)
+        is_flat = all(len(shape) == 1 for shape in shapes)
+        hint = "give one-dimensional parts, such as part.reshape(-1)"
+        require(is_flat, f"AllToAll: parts have the shapes {shapes}", hint)
         is_same = len({part.dtype for part in self.parts}) <= 1
         hint = "send bytes with .view(torch.uint8)"
         require(is_same, "AllToAll: parts of several dtypes", hint)
