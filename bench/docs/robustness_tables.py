@@ -61,6 +61,20 @@ def faults(x: Row) -> Cells:
     }
 
 
+def test_lines() -> Iterator[Line]:
+    """Yield the ten longest tests of the newest run."""
+    run = read("test_durations")[-1]
+    for test, seconds in list(run.longest.items())[:10]:
+        file, _, name = test.partition("::")
+        yield Line(run, file=file, test=name, seconds=seconds)
+
+
+@Table(test_lines, "file test", "bench.robustness.durations")
+def test_durations(x: Row) -> Cells:
+    """The longest tests."""
+    return {"file": f"`{x.file}`", "test": f"`{x.test}`", "seconds": f"{x.seconds:.0f}"}
+
+
 def unsupported(lines: Sequence[Line]) -> str:
     """Return the features that tests of other libraries need and gcnzc lacks."""
     counts: dict[str, Counter[str]] = {}

@@ -98,7 +98,7 @@ class StreamingDiLoCo(DiLoCo):
             raise ValueError("sharded=True with fragments\n\nhint: omit it, or use DiLoCo")
         self.delay, self.mixing, self.requested = delay, mixing, fragments
         self._named = dict(named_parameters or ())
-        # the ranks exchange beside the steps, also while a delay of 0 steps is tried
+        # the ranks overlap exchanges with the steps, also while a delay of 0 steps is tried
         options.setdefault("target", MAX_OVERLAP_SHARE)
         super().__init__(
             inner,

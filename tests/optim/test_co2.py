@@ -399,7 +399,7 @@ def test_finalize_includes_all_steps(eager):
             torch.testing.assert_close(vector.detach(), expected, rtol=0, atol=1e-14)
 
 
-# --- beside the steps
+# --- overlapped with the steps
 
 
 def waited(options, step_s, exchange_s, rounds=8, each=4):

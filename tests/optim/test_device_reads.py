@@ -52,7 +52,7 @@ def answers(requests):
     if isinstance(first, Start):
         before = len(Reads.seen)
         pending = drive([each.request for each in requests])
-        # beside the steps, which go on
+        # overlapped with the steps, which go on
         del Reads.seen[before:]
         return pending
     if isinstance(first, Wait):
