@@ -66,8 +66,8 @@ def test_a_failed_synchronization_of_0_1_adam_is_an_error(steps):
     is_changed = []
 
     def spoil_update(model, optimizer, step, rank):
-        if step == steps - 1 and rank == 1 and optimizer.update is not None:
-            optimizer.update[0] = torch.nan
+        if step == steps - 1 and rank == 1 and optimizer.accumulated is not None:
+            optimizer.accumulated[0] = torch.nan
             is_changed.append(step)
 
     errors, are_equal = errors_of(ZERO_ONE, steps, spoil_update)
@@ -105,8 +105,9 @@ def test_without_a_fault_the_parameters_are_equal(name):
 
 # parts of `algorithm` that the base classes call, and subclasses define
 PARTS = {
-    *("take_step", "advance", "finish", "mean_gradients", "clip_gradients", "exchange_gradients"),
-    *("find_due", "exchange", "compute", "apply", "gather", "sum_common", "mean_parameters"),
+    *("take_step", "update", "finish", "mean", "mean_gradients", "mean_uncompressed"),
+    *("clip_gradients", "find_due", "exchange", "compute", "apply", "gather"),
+    *("sum_common", "mean_parameters"),
 }
 OPTIMIZERS = [
     each

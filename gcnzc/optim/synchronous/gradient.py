@@ -53,6 +53,7 @@ class Replicated(DistributedOptimizer):
     had_gradient: Tensor
     """(P,) bool on the host: the parameters that have had a gradient"""
     compared_options: Sequence[str] = ("clip_norm", "gradient_compression")
+    _extras: Sequence[float] = ()
 
     def __init__(
         self,
@@ -93,6 +94,8 @@ class Replicated(DistributedOptimizer):
 
     def take_step(self) -> Algorithm[None]:
         """See `DistributedOptimizer`."""
+        # in each step, also in local ones: only before them are the parameters of 0/1 Adam in sync
+        self._extras = self.common_extras()
         values = self.flat.scratch(self.num_common_extras + len(self.flat.segments) + 1)
         self.flat.read_gradients(values, self.gradient_factor())
         # clipped gradients cannot overflow the state
@@ -132,7 +135,7 @@ class Replicated(DistributedOptimizer):
         Raises:
             SkipStep: an element is not finite on some rank, or the mean overflows.
         """
-        common, count = self.common_extras(), self.flat.num_elements
+        common, count = self._extras, self.flat.num_elements
         first = count + len(common)
         payload = values[begin : first + len(extras)]
         values[count:first] = scalars_like(common, values)

@@ -570,9 +570,10 @@ class InactiveElements(AdamMethod):
         if not 0 < self.settles_at <= self.steps + 1:
             return
         is_settled = self.settling_since <= self.steps + 2 - self.num_settling_steps
-        joined, since = self.settling[is_settled], self.settling_since
-        self.settles_at = 0
-        self.set_settling(self.settling[~is_settled], since[~is_settled])
+        # each search synchronizes with a GPU
+        settled, others = (each.nonzero().flatten() for each in (is_settled, ~is_settled))
+        joined, self.settles_at = self.settling[settled], 0
+        self.set_settling(self.settling[others], self.settling_since[others])
         self.join(joined)
 
     def join(self, joined: Tensor) -> None:
