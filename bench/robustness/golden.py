@@ -207,7 +207,7 @@ OPTIMIZERS: Mapping[str, Callable[[Any, Any], Any]] = {
     "SparseLoCo": lambda p, g: optim.SparseLoCo(adamw(p), local_steps=3, group=g),
     "MuLoCo": lambda p, g: optim.MuLoCo(optim.Muon(p, lr=0.01), local_steps=3, group=g),
     "SelSync": lambda p, g: optim.SelSync(adamw(p), g, threshold=0.3, window=4),
-    "SAPS": lambda p, g: optim.Strategy(adamw(p), optim.saps(0.3, torch.ones(3, 3)), g),
+    "SAPS": lambda p, g: optim.SAPS(adamw(p), g, density=0.3, bandwidth=torch.ones(3, 3)),
 }
 
 # by name: returns values for `checksum`

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from bench import harness
 from gcnzc.exchange import Algorithm, Compute, Group, Link, Now, lockstep
-from gcnzc.optim import LocalSGD, Strategy, a2cid2
+from gcnzc.optim import A2CiD2, LocalMethod, LocalSGD
 
 ARCHIVES = Path(__file__).parents[3] / "shared" / "data"
 GRAPH = "amazon_photo"
@@ -96,13 +96,13 @@ def make_model(columns: int, classes: int, seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(columns, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, classes))
 
 
-def make_optimizer(method: str, model: nn.Module, group: Group) -> Strategy:
+def make_optimizer(method: str, model: nn.Module, group: Group) -> LocalMethod:
     """Return an optimizer of one of `METHODS`."""
     inner = torch.optim.SGD(model.parameters(), LR, MOMENTUM)
     options = METHODS[method]
-    return LocalSGD(inner, group, local_steps=1) if options is None else Strategy(
-        inner, a2cid2("ring", **options), group
-    )  # fmt: skip
+    if options is None:
+        return LocalSGD(inner, group, local_steps=1)
+    return A2CiD2(inner, group, topology="ring", **options)
 
 
 def measure_agreement(archives: Path, shards: str, method: str, seed: int) -> None:
@@ -132,7 +132,7 @@ def measure_agreement(archives: Path, shards: str, method: str, seed: int) -> No
             loss.backward()
             yield from optimizer.algorithm()
             if step >= STEPS // 2 and step % SAMPLE_EVERY == 0:
-                samples[rank].append(optimizer.vector())
+                samples[rank].append(optimizer.parameters)
         end: float = yield Now()
         yield from optimizer.finalize_algorithm()
         return end
@@ -142,14 +142,13 @@ def measure_agreement(archives: Path, shards: str, method: str, seed: int) -> No
     distances = (vectors - vectors.mean(0)).square().sum(-1).mean().sqrt()
     with torch.no_grad():
         is_right = models[0](features[test]).argmax(1) == labels[test]
-    exchanges = getattr(getattr(optimizers[0], "recipe", None), "exchange", None)
     harness.record(
         "a2cid2",
         {"part": "agreement", "shards": shards, "method": method, "ranks": RANKS, "seed": seed},
         consensus_error=float(distances),
         test_accuracy_percent=100 * float(is_right.float().mean()),
         steps=STEPS,
-        exchanges_of_rank_0=getattr(exchanges, "num_exchanges", STEPS),
+        exchanges_of_rank_0=getattr(optimizers[0], "num_pairs", STEPS),
         simulated_s=max(outcome.results),
     )
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from bench import harness
 from gcnzc.exchange import Algorithm, Compute, Group, Link, Now, lockstep
-from gcnzc.optim import Strategy, backup_workers
+from gcnzc.optim import BackupWorkers
 
 WORLD_SIZE = 8
 LINK, STORE_S = Link(bytes_per_s=12.5e6, delay_s=0.001), 0.001
@@ -41,7 +41,7 @@ class Run:
     """What a rank has done."""
 
     model: nn.Module
-    optimizer: Strategy
+    optimizer: BackupWorkers
     ends: list[float] = field(default_factory=list)
     """the virtual time of the end of each step"""
     vectors: list[Tensor] = field(default_factory=list)
@@ -84,8 +84,8 @@ def train(run: Run, x: Tensor, y: Tensor, times: list[float], seed: int) -> Algo
         yield from run.optimizer.algorithm()
         now = yield Now()
         run.ends.append(now)
-        run.vectors.append(run.optimizer.vector())
-        run.rounds[run.optimizer.recipe.policy.last.round] = now
+        run.vectors.append(run.optimizer.parameters)
+        run.rounds[run.optimizer.last.round] = now
     yield from run.optimizer.finalize_algorithm()
 
 
@@ -96,8 +96,8 @@ def simulate(graph: str, grace: float, seed: int, times: list[list[float]]) -> l
     for rank in range(WORLD_SIZE):
         model = make_model(seed)
         inner = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.0)
-        recipe = backup_workers(graph, grace=grace)
-        runs.append(Run(model, Strategy(inner, recipe, Group(rank, WORLD_SIZE))))
+        group = Group(rank, WORLD_SIZE)
+        runs.append(Run(model, BackupWorkers(inner, group, topology=graph, grace=grace)))
     steps = [
         train(run, x[rank], y[rank], times[rank], 1000 * seed + rank)
         for rank, run in enumerate(runs)

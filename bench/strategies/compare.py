@@ -20,25 +20,23 @@ from gcnzc.compress import Blocks, Dense, RandomK, Sign, Threshold, TopK
 from gcnzc.exchange import Group
 from gcnzc.optim import (
     CO2,
+    SAPS,
+    A2CiD2,
     Averaged,
+    BackupWorkers,
     DiLoCo,
     DistributedOptimizer,
+    FedGLOMO,
     LocalSGD,
     MuLoCo,
     Muon,
     OneBitAdam,
     OneBitLamb,
-    Recipe,
     SelSync,
     SparseLoCo,
-    Strategy,
     StreamingDiLoCo,
     ZeroOneAdam,
     ZeroOneSchedule,
-    a2cid2,
-    backup_workers,
-    fedglomo,
-    saps,
 )
 
 LR = 0.0015
@@ -56,12 +54,8 @@ def _around(kind: Callable[..., DistributedOptimizer], **options: object) -> Bui
     return lambda model, group, steps: kind(adam(model), group, **options)
 
 
-def _recipe(make: Callable[..., Recipe], **options: object) -> Build:
-    return lambda model, group, steps: Strategy(adam(model), make(**options), group)
-
-
 def _fedglomo(model: nn.Module, group: Group, steps: int) -> DistributedOptimizer:
-    return Strategy(torch.optim.SGD(model.parameters(), SGD_LR), fedglomo(), group)
+    return FedGLOMO(torch.optim.SGD(model.parameters(), SGD_LR), group)
 
 
 def _zero_one_adam(model: nn.Module, group: Group, steps: int) -> DistributedOptimizer:
@@ -95,11 +89,11 @@ METHODS: dict[str, Build] = {
     "random-k, 5 %": _around(Averaged, compress=RandomK(0.05)),
     "DCT, 1 %": _around(Averaged, compress=Threshold(0.01)),
     "DCT, 0.5 %": _around(Averaged, compress=Threshold(0.005)),
-    "SAPS, 1 %": _recipe(saps),
-    "SAPS, 10 %": _recipe(saps, density=0.1),
-    "A2CiD2": _recipe(a2cid2),
-    "A2CiD2, overlapped": _recipe(a2cid2, asynchronous=True),
-    "backup workers": _recipe(backup_workers),
+    "SAPS, 1 %": _around(SAPS),
+    "SAPS, 10 %": _around(SAPS, density=0.1),
+    "A2CiD2": _around(A2CiD2),
+    "A2CiD2, overlapped": _around(A2CiD2, asynchronous=True),
+    "backup workers": _around(BackupWorkers),
     "FedGLOMO": _fedglomo,
 }
 

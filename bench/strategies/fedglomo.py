@@ -29,7 +29,7 @@ from torch.nn import functional
 from bench import harness
 from gcnzc.compress import Blocks
 from gcnzc.exchange import Algorithm, Compute, Group, Link, Now, lockstep
-from gcnzc.optim import Strategy, fedglomo
+from gcnzc.optim import FedGLOMO
 
 RANKS, PARTICIPANTS, LOCAL_STEPS = 8, 2, 8
 COLUMNS, HIDDEN, POINTS, BATCH = 20, 32, 400, 16
@@ -75,17 +75,15 @@ class Problem:
         self.models = [copy.deepcopy(first) for _ in range(RANKS)]
         compress = Blocks("int8", stochastic=True)
         self.optimizers = [
-            Strategy(
+            FedGLOMO(
                 torch.optim.SGD(model.parameters(), lr),
-                fedglomo(
-                    LOCAL_STEPS,
-                    options["round_weight"],
-                    options["local_momentum"],
-                    participants=PARTICIPANTS,
-                    seed=seed,
-                    compress=compress,
-                ),
                 Group(rank, RANKS),
+                local_steps=LOCAL_STEPS,
+                round_weight=options["round_weight"],
+                local_momentum=options["local_momentum"],
+                participants=PARTICIPANTS,
+                seed=seed,
+                compress=compress,
             )
             for rank, model in enumerate(self.models)
         ]

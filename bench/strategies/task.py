@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from gcnzc import Dataset, Loader, inference, load, prepare
 from gcnzc.exchange import Algorithm, Compute, Group, Link, Now, SlowDown, lockstep
 from gcnzc.models import SAGE
-from gcnzc.optim import Averaged, DistributedOptimizer, Strategy
+from gcnzc.optim import Averaged, DistributedOptimizer, FedGLOMO
 from gcnzc.sampling import Batch
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -176,7 +176,7 @@ def _train(
                 evaluated.append(float(loss.detach()))
                 return evaluated[-1]
 
-            if isinstance(optimizer, Strategy) and optimizer.needs_closure:
+            if isinstance(optimizer, FedGLOMO):
                 optimizer.closure = closure
                 yield from optimizer.algorithm()
                 yield Compute(setup.step_s * len(evaluated))

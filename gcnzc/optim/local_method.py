@@ -12,7 +12,7 @@ Notation: W ranks, n elements, m of a fragment, P fragments, H local steps, D th
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -65,6 +65,8 @@ class Fragment:
         """(m,) of the pending result; None if there is no mean"""
         self.note = ""
         """which ranks the pending mean excludes, or why there is none"""
+        self.excluded: Collection[int] = ()
+        """the ranks that do not contribute to the exchange"""
         self.is_finite: bool | Tensor = True
         """whether this rank's last contribution was finite; a tensor () until it is read"""
         self.handle: Any = None
@@ -72,10 +74,10 @@ class Fragment:
         self.sums: Sequence[float] = ()
         """the sums of the common extras; not saved, since they belong to one run"""
 
-    def declare(self) -> list[Field]:
-        """Return the fields of the state."""
+    def declare(self, count_kind: Kind) -> list[Field]:
+        """Return the fields of the state; `count_kind` is that of `LocalMethod`."""
         return [
-            Number(self, "started"),
+            Number(self, "started", kind=count_kind, resize="mean"),
             Number(self, "due", least=self._least_due),
             Number(self, "note", ""),
             # a mean that is not applied may have overflowed
@@ -138,6 +140,10 @@ class LocalMethod(WrappingOptimizer):
     """whether all ranks have the same parameters now"""
     is_replicated = False
     accepts_shards = True
+    needs_closure = False
+    """whether `step` needs a closure, which it may call several times"""
+    is_uniform = True
+    """whether all ranks exchange after the same steps; otherwise each rank counts its exchanges"""
     late_phase_remedy = FEWER_LOCAL_STEPS
     compared_options: Sequence[str] = ("compress",)
 
@@ -199,15 +205,20 @@ class LocalMethod(WrappingOptimizer):
 
     def local_step(self) -> None:
         """Take a local step, if the gradients are finite."""
+        if self.check_gradients():
+            self.scale_gradients(self.flat.parameters)
+            self.inner.step()
+
+    def check_gradients(self) -> bool:
+        """Return whether this rank's gradients are finite; if not, count a skipped step."""
         factor = self.gradient_factor()
         is_finite = have_finite_gradients(self.flat.parameters, factor)
-        if not holds_on_all_shards(is_finite, self.flat.parameters):
+        is_finite = holds_on_all_shards(is_finite, self.flat.parameters)
+        if not is_finite:
             self.skipped += 1
             bad = f"a gradient of rank {self.group.rank} is not finite or too large"
             self.add_reason(f"local step skipped, because {bad}")
-            return
-        self.scale_gradients(self.flat.parameters)
-        self.inner.step()
+        return is_finite
 
     def on_start(self, fragment: Fragment, sent: Tensor) -> None:
         """Update the parameters when an exchange starts, after the last result was applied.
@@ -276,6 +287,11 @@ class LocalMethod(WrappingOptimizer):
     def kind(self) -> Kind:
         """The kind of the vectors that a method updates with means."""
         return "sharded" if self.sharded else "shared"
+
+    @property
+    def count_kind(self) -> Kind:
+        """The kind of counts of exchanges; see `is_uniform`."""
+        return "shared" if self.is_uniform else "local"
 
     def outer_vector(self, name: str) -> Vector:
         """Return the field of such a vector, which exists while there are exchanges."""
@@ -420,6 +436,9 @@ class LocalMethod(WrappingOptimizer):
         payload[count:end] = 0
         payload[end:] = scalars_like([0, *self.common_extras()], payload)
         payload[end] = fragment.is_finite
+        if self.group.rank in fragment.excluded:
+            # it also reduces a slice of the vectors of the others, so it sends as much as they do
+            payload[: end + 1] = 0
         return payload
 
     def _exchange(self, fragment: Fragment, payload: Tensor) -> Algorithm[None]:
@@ -445,7 +464,8 @@ class LocalMethod(WrappingOptimizer):
                 reason = "no rank's parameters are finite"
             elif num_finite < world_size:
                 mean *= world_size / num_finite
-                bad = f"the parameters of {world_size - num_finite} of {world_size} ranks"
+            if 0 < num_finite < (expected := world_size - len(fragment.excluded)):
+                bad = f"the parameters of {expected - num_finite} of {expected} ranks"
                 fragment.note = f"{bad} are not finite or too large"
         if reason:
             fragment.note = f"{SKIPPED}: {reason}"
@@ -494,7 +514,8 @@ class LocalMethod(WrappingOptimizer):
     def _read_parameters(self, whole: Fragment, out: Tensor) -> None:
         self.flat.read_parameters(out, whole.here)
 
-    def _whole(self) -> Fragment:
+    def whole_vector(self) -> Fragment:
+        """Return a fragment of all parameters, which has no state."""
         return Fragment("parameters", slice(0, self.flat.num_elements))
 
     def apply_pending_algorithm(self) -> Algorithm[None]:
@@ -513,7 +534,7 @@ class LocalMethod(WrappingOptimizer):
         yield from self.apply_pending_algorithm()
         is_end = not self.is_in_sync or self.delay_steps == AT_NEXT_START
         if not self.is_in_sync:
-            whole = self._whole()
+            whole = self.whole_vector()
             mean = yield from self.mean_parameters(whole)
             if mean is None:
                 return "no rank's parameters are finite, or their mean overflows"
@@ -536,7 +557,7 @@ class LocalMethod(WrappingOptimizer):
         yield from self.pause_exchanges_algorithm()
         own = self.parameters
         if not (self.is_inner_only or self.is_in_sync):
-            mean = yield from self.mean_parameters(self._whole())
+            mean = yield from self.mean_parameters(self.whole_vector())
             if mean is not None:
                 self.parameters = mean
         yield from self.resume_exchanges_algorithm()
@@ -583,7 +604,7 @@ class LocalMethod(WrappingOptimizer):
             Option(self, "sharded"),
             Number(self, "is_local", True),
             Number(self, "is_in_sync", False),
-            Number(self, "num_exchanges"),
+            Number(self, "num_exchanges", kind=self.count_kind, resize="mean"),
             Number(self, "dropped", kind="local", resize="mean"),
             Vector(
                 self,
@@ -599,7 +620,7 @@ class LocalMethod(WrappingOptimizer):
             *self.sync_interval.declare(),
         ]
         for each in self.fragments:
-            fields += each.declare()
+            fields += each.declare(self.count_kind)
             fields.append(Errors(self, each.name, self.compress, each.num_elements))
         return fields
 

@@ -282,10 +282,16 @@ def resize_state(states: Sequence[Mapping[str, Any]], rank: int, world_size: int
     first |= {"rank": rank, "world_size": world_size}
     first.setdefault(RESIZED_FROM, len(states))
     if "resize" in first:
-        first["local"] = {
-            name: _convert(rule, [s["local"][name] for s in states if name in s["local"]], rank)
+        # some ranks may have no value, such as those that do not take part in a round
+        found = {
+            name: [state["local"][name] for state in states if name in state["local"]]
             for name, rule in first["resize"].items()
-            if name in first["local"] and rule != "drop"
+            if rule != "drop"
+        }
+        first["local"] = {
+            name: _convert(first["resize"][name], values, rank)
+            for name, values in found.items()
+            if values
         }
     else:
         first["local"] = _mean([state["local"] for state in states])

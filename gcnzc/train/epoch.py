@@ -12,7 +12,7 @@ from gcnzc.exchange import run
 from gcnzc.exchange.sync import synchronize_buffers
 from gcnzc.features.cache import CachedTable
 from gcnzc.loader.base import Batches
-from gcnzc.optim import LocalMethod, Strategy
+from gcnzc.optim import LocalMethod
 from gcnzc.sampling.batch import Batch
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.system.malloc import freed_memory
@@ -82,7 +82,7 @@ def finish_epoch(trainer: Trainer) -> None:
             were skipped on all workers.
     """
     last = trainer.epoch + 1 == trainer.config.epochs
-    if isinstance(trainer.optimizer, LocalMethod | Strategy):
+    if isinstance(trainer.optimizer, LocalMethod):
         # workers that are still in the epoch may need answers from this one
         trainer.optimizer.pause_exchanges()
     if not last:
@@ -92,7 +92,7 @@ def finish_epoch(trainer: Trainer) -> None:
             trainer.average.end_epoch(trainer.epoch)
     trainer.count_sent()
     worker_stats = run(trainer.epoch_stats.of_all_workers(), trainer.group)
-    if isinstance(trainer.optimizer, LocalMethod | Strategy):
+    if isinstance(trainer.optimizer, LocalMethod):
         # all workers have ended the epoch
         trainer.optimizer.resume_exchanges()
     _add_worker_lines(trainer, worker_stats)

@@ -15,22 +15,20 @@ from gcnzc.compress import Compression, RandomK, Threshold, TopK, compression
 from gcnzc.exchange import Group
 from gcnzc.optim import (
     CO2,
+    SAPS,
+    A2CiD2,
     Averaged,
+    BackupWorkers,
+    DecoupledDiLoCo,
     DiLoCo,
     DistributedOptimizer,
     DropCompute,
+    FedGLOMO,
     LocalSGD,
     MuLoCo,
-    Recipe,
     SelSync,
     SparseLoCo,
-    Strategy,
     StreamingDiLoCo,
-    a2cid2,
-    backup_workers,
-    diloco,
-    fedglomo,
-    saps,
 )
 from gcnzc.train.optimizer_options import (
     LR,
@@ -240,22 +238,6 @@ def _with_local_steps(kind: Callable[..., DistributedOptimizer]) -> Build:
     return build
 
 
-def _from_recipe(make: Callable[..., Recipe]) -> Build:
-    """Return a function that builds the optimizer of a recipe."""
-
-    def build(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
-        return Strategy(
-            setup.inner,
-            make(**arguments),
-            setup.group,
-            signals=setup.signals,
-            total_steps=setup.steps,
-            module=setup.model,
-        )
-
-    return build
-
-
 def _sparse_loco(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
     if "density" in arguments:
         arguments["compress"] = TopK.sparse_loco(arguments.pop("density"))
@@ -264,7 +246,7 @@ def _sparse_loco(setup: TrainingSetup, arguments: dict[str, Any]) -> Distributed
 
 def _diloco(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
     if "quorum" in arguments:
-        return _from_recipe(diloco)(setup, arguments)
+        return _with_local_steps(DecoupledDiLoCo)(setup, arguments)
     return _with_local_steps(DiLoCo)(setup, arguments)
 
 
@@ -273,7 +255,7 @@ def _fedglomo(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOpt
     del arguments["clip_norm"]
     for group in (*setup.inner.param_groups, setup.inner.defaults):
         group["momentum"] = 0.0
-    return _from_recipe(fedglomo)(setup, arguments)
+    return _with_local_steps(FedGLOMO)(setup, arguments)
 
 
 def _streaming_diloco(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
@@ -330,17 +312,17 @@ STRATEGIES: Mapping[str, StrategyChoice] = {
         clips_own_gradients=True,
     ),
     "saps": StrategyChoice(
-        _from_recipe(saps),
+        _with_local_steps(SAPS),
         {"density": "density", "local_steps": "local_steps", "probe_interval": "probe_interval"},
         clips_own_gradients=True,
     ),
     "a2cid2": StrategyChoice(
-        _from_recipe(a2cid2),
+        _with_local_steps(A2CiD2),
         {"topology": "topology", "gossip_rate": "gossip_rate", "asynchronous": "asynchronous"},
         clips_own_gradients=True,
     ),
     "backup": StrategyChoice(
-        _from_recipe(backup_workers),
+        _with_local_steps(BackupWorkers),
         {"topology": "topology", "grace": "grace"},
         clips_own_gradients=True,
     ),

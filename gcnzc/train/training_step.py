@@ -9,7 +9,7 @@ from itertools import islice
 from gcnzc.features.cache import CachedTable
 from gcnzc.features.table import FeatureTable
 from gcnzc.loader.loader import Loader
-from gcnzc.optim import DistributedOptimizer, DropCompute, LocalMethod, Strategy
+from gcnzc.optim import DistributedOptimizer, DropCompute, LocalMethod
 from gcnzc.sampling.batch import Batch
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.system.spans import Span, Stage, seconds_outside
@@ -121,7 +121,7 @@ def zero_gradients(trainer: Trainer) -> None:
 
 def needs_closure(optimizer: DistributedOptimizer) -> bool:
     """Return whether the optimizer computes the gradients of a step itself, several times."""
-    return isinstance(optimizer, Strategy) and optimizer.needs_closure
+    return isinstance(optimizer, LocalMethod) and optimizer.needs_closure
 
 
 class StepClosure:
@@ -222,7 +222,7 @@ def describe_skip(optimizer: DistributedOptimizer, skipped: int) -> str:
         optimizer: its `skip_reason` is not empty.
         skipped: its number of skipped steps before this one.
     """
-    if optimizer.skipped == skipped or isinstance(optimizer, LocalMethod | Strategy):
+    if optimizer.skipped == skipped or isinstance(optimizer, LocalMethod):
         # a local step, or a mean that excludes a worker: the reason contains the effect
         return f": {optimizer.skip_reason}"
     where = " on all workers" if optimizer.group.world_size > 1 else ""

@@ -8,9 +8,14 @@ import torch
 from gcnzc.compress import Blocks, Dense, RandomBlock, RandomK, Sign, Threshold, TopK
 from gcnzc.optim import (
     CO2,
+    SAPS,
+    A2CiD2,
     Averaged,
+    BackupWorkers,
+    DecoupledDiLoCo,
     DiLoCo,
     DropCompute,
+    FedGLOMO,
     LocalSGD,
     MuLoCo,
     Muon,
@@ -18,15 +23,9 @@ from gcnzc.optim import (
     OneBitLamb,
     SelSync,
     SparseLoCo,
-    Strategy,
     StreamingDiLoCo,
     ZeroOneAdam,
     ZeroOneSchedule,
-    a2cid2,
-    backup_workers,
-    diloco,
-    fedglomo,
-    saps,
 )
 
 LR = 0.01
@@ -96,31 +95,29 @@ REPLICATED = {
 ZERO_ONE_LOCAL = {"zero-one-adam local steps": replicated(ZeroOneAdam, schedule=WITH_LOCAL_STEPS)}
 
 
-def strategy(recipe, **own):
-    return lambda model, group, **options: Strategy(adamw(model), recipe(**own), group, **options)
-
-
 def set_gradients(parameters, gradients):
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = None if gradient is None else gradient.clone()
 
 
-class WithGivenGradients(Strategy):
-    """A strategy whose closure sets the gradients that the caller computed before the step."""
+class WithGivenGradients(FedGLOMO):
+    """FedGLOMO whose closure sets the gradients that the caller computed before the step."""
+
+    name = "FedGLOMO"
 
     def algorithm(self):
-        parameters = self.flat_params.parameters
+        parameters = self.flat.parameters
         gradients = [None if each.grad is None else each.grad.clone() for each in parameters]
         self.closure = partial(set_gradients, parameters, gradients)
         return super().algorithm()
 
 
-def with_closure(recipe, **own):
-    """A strategy that needs a closure and SGD, in the loops of the other optimizers."""
+def with_closure(**own):
+    """FedGLOMO, which needs a closure and SGD, in the loops of the other optimizers."""
 
     def make(model, group, **options):
         inner = torch.optim.SGD(model.parameters(), lr=LR, weight_decay=0.01)
-        return WithGivenGradients(inner, recipe(**own), group, **options)
+        return WithGivenGradients(inner, group, **own, **options)
 
     return make
 
@@ -133,22 +130,19 @@ LOCAL = {
     "co2": local(CO2),
     "co2 sharded": local(CO2, sharded=True),
     # with asynchronous=True its receives belong to one simulation: test_overlapped_gossip.py
-    "a2cid2": strategy(a2cid2, control_interval=2),
-    "saps": strategy(saps, density=0.5, control_interval=4),
+    "a2cid2": around(A2CiD2, control_interval=2),
+    "saps": around(SAPS, density=0.5, control_interval=4),
     "selsync": around(SelSync, window=2, threshold=0.01),
     # tests call collectives after any step, so all ranks must take part in all rounds
-    "backup-workers": strategy(
-        backup_workers, topology="complete", grace=math.inf, control_interval=2
+    "backup-workers": around(
+        BackupWorkers, topology="complete", grace=math.inf, control_interval=2
     ),
     # with a quorum of fewer ranks, tests would wait in collectives for ranks that miss rounds
-    "diloco quorum": lambda model, group, **options: Strategy(
-        adamw(model),
-        diloco(4, quorum=group.world_size, control_interval=2),
-        group,
-        **options,
-    ),
+    "diloco quorum": lambda model, group, **options: local(
+        DecoupledDiLoCo, quorum=group.world_size, control_interval=2
+    )(model, group, **options),
 }
-WITH_CLOSURE = {"fedglomo": with_closure(fedglomo, local_steps=4)}
+WITH_CLOSURE = {"fedglomo": with_closure(local_steps=4)}
 """which take local steps of SGD without momentum, with a closure"""
 LOCAL |= WITH_CLOSURE
 EVERY_STEP = AVERAGED | REPLICATED
@@ -189,12 +183,12 @@ LOCAL_VARIANTS = {
     "co2 eager": local(CO2, **EAGER),
     "co2 eager sharded": local(CO2, **EAGER, sharded=True),
     "co2 eager sign": local(CO2, **EAGER, compress=SIGN),
-    "a2cid2 plain": strategy(a2cid2, eta=0.0, topology="complete"),
-    "saps measured": strategy(saps, density=0.25, probe_interval=3),
+    "a2cid2 plain": around(A2CiD2, eta=0.0, topology="complete"),
+    "saps measured": around(SAPS, density=0.25, probe_interval=3),
     "selsync sign": around(SelSync, window=3, threshold=0.3, compress=SIGN),
 }
 VARIANTS = LOCAL_VARIANTS | {
-    "fedglomo of one participant": with_closure(fedglomo, local_steps=3, participants=1),
+    "fedglomo of one participant": with_closure(local_steps=3, participants=1),
     "averaged topk": averaged(TopK(0.1, "layer", "int2")),
     "averaged refreshed threshold": averaged(Threshold(0.1, refresh=3)),
     "onebit-adam refresh": replicated(OneBitAdam, warmup=4, refresh=3),

@@ -23,9 +23,11 @@ from gcnzc.exchange import (
     lockstep,
 )
 from gcnzc.exchange.topology import is_connected
-from gcnzc.optim import LocalSGD, Strategy, backup_workers
-from gcnzc.optim.strategy.gossip_graph import GossipGraph
-from gcnzc.optim.strategy.rounds import RankStatus, RoundRules, StatusKind
+from gcnzc.optim import BackupWorkers, LocalSGD
+from gcnzc.optim.backup_workers import TreeQuorum
+from gcnzc.optim.control import namespace
+from gcnzc.optim.gossip import GossipGraph
+from gcnzc.optim.rounds import RankStatus, StatusKind
 
 LR = 0.1
 
@@ -37,28 +39,22 @@ class Rank:
         self.target = torch.tensor([1.0, -2.0, 3.0]) * (rank + 1)
         self.x = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
         inner = torch.optim.SGD([self.x], lr=LR)
-        recipe = backup_workers(**options)
-        signals = 1
-        self.optimizer = Strategy(inner, recipe, group or Group(rank, world_size), signals=signals)
-        self.policy, self.rounds, self.mixes = recipe.policy, [], {}
-        self.after = []
-        mean = recipe.exchange.mean
+        group = group or Group(rank, world_size)
+        self.optimizer = BackupWorkers(inner, group, signals=1, **options)
+        self.rounds, self.mixes, self.after = [], {}, []
+        mean, finish = self.optimizer.neighbor_mean, self.optimizer.finish_round
 
-        def logged(values):
-            own = values[:3].clone()
-            answer = yield from mean(values)
-            self.mixes[self.policy.last.round] = own, None if answer is None else answer.clone()
+        def logged(closed, own):
+            before = own.clone()
+            answer = yield from mean(closed, own)
+            self.mixes[closed.round] = before, None if answer is None else answer.clone()
             return answer
 
-        is_due = self.policy.is_due
+        def with_log(step):
+            self.rounds.append((yield from finish(step)))
+            return self.rounds[-1]
 
-        def with_log():
-            answer = yield from is_due()
-            # `last` may be a later round after the step
-            self.rounds.append(self.policy.last)
-            return answer
-
-        recipe.exchange.mean, self.policy.is_due = logged, with_log
+        self.optimizer.neighbor_mean, self.optimizer.finish_round = logged, with_log
 
     def set_gradient(self):
         self.x.grad = self.x.detach() - self.target
@@ -94,9 +90,14 @@ def all_rounds(ranks):
 
 
 def check_rounds(ranks, graph):
-    """Check the sums of parameters, and that the edges of each epoch connect all ranks."""
+    """Check the sums of parameters, and that the edges of each epoch connect all ranks.
+
+    Returns:
+        The number of epochs.
+    """
     world_size, edges = len(ranks), set()
-    epochs = 0
+    rules = ranks[0].optimizer.rules
+    epochs, pending = 0, set(rules.tree)
     for closed in all_rounds(ranks).values():
         own, mean = [], []
         for rank in closed.members:
@@ -107,10 +108,11 @@ def check_rounds(ranks, graph):
         if own:
             torch.testing.assert_close(sum(mean), sum(own), rtol=1e-12, atol=1e-12)
         edges |= {edge for edge in graph if set(edge) <= set(closed.members)}
-        if closed.epochs > epochs:
-            assert closed.epochs == epochs + 1
+        pending -= edges
+        if not pending:
             assert is_connected(world_size, edges)
-            epochs, edges = closed.epochs, set()
+            epochs, edges, pending = epochs + 1, set(), set(rules.tree)
+        assert set(rules.pending(closed)) == pending
     return epochs
 
 
@@ -131,7 +133,7 @@ def run_team(times, link=None, store_s=0.0, faults=None, **options):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_equally_fast_ranks_on_a_complete_graph_are_local_sgd(world_size):
     def make(inner, group):
-        return Strategy(inner, backup_workers("complete", control_interval=3), group)
+        return BackupWorkers(inner, group, topology="complete", control_interval=3)
 
     models, optimizers = team(world_size, make)
     train(models, optimizers, 12)
@@ -140,9 +142,7 @@ def test_equally_fast_ranks_on_a_complete_graph_are_local_sgd(world_size):
     for model, other in zip(models, expected, strict=True):
         torch.testing.assert_close(vector_of(model), vector_of(other), rtol=1e-11, atol=1e-13)
     for each in optimizers if world_size > 1 else ():
-        last = each.recipe.policy.last
-        assert (last.round, last.members) == (12, tuple(range(world_size)))
-        assert each.recipe.policy.last.round == last.epochs == 12
+        assert (each.last.round, each.last.members) == (12, tuple(range(world_size)))
 
 
 def reference(world_size, graph, times):
@@ -284,7 +284,7 @@ def test_parameters_that_are_not_finite_do_not_spread(bad):
 def test_bytes_are_those_of_the_members_edges():
     times = stragglers(6, 20, seed=5)
     ranks, outcome = run_team(times, topology="4-regular", control_interval=1000)
-    rules = RoundRules(6, GossipGraph("4-regular").edges(6))
+    rules = TreeQuorum(6, GossipGraph("4-regular").edges(6))
     for rank, (each, ledger) in enumerate(zip(ranks, outcome.ledgers, strict=True)):
         num_messages = sum(len(rules.peers(closed, rank)) for closed in each.rounds)
         assert ledger.entries["Send"].messages == num_messages
@@ -301,7 +301,7 @@ def test_the_keys_of_finished_rounds_are_deleted():
         yield from each.optimizer.broadcast_model_algorithm()
         for seconds in times[rank]:
             yield from each.step(seconds)
-            keys = [f"{each.optimizer.namespace}/0/closed/{number}" for number in range(300)]
+            keys = [f"{namespace(each.optimizer)}/0/closed/{number}" for number in range(300)]
             counts.append(sum(map(bool, (yield ReadKeys(keys)))))
         yield from each.optimizer.finalize_algorithm()
 
@@ -390,7 +390,7 @@ def test_a_running_optimizer_that_loads_a_state_continues_as_a_new_one(saved_at)
 
 def test_a_resumed_run_continues_the_epoch_of_the_latest_round():
     ranks, _ = run_team(stragglers(4, 9, seed=6), topology="ring")
-    last = max((each.policy.last for each in ranks), key=lambda closed: closed.round)
+    last = max((each.optimizer.last for each in ranks), key=lambda closed: closed.round)
     states = [each.optimizer.state_dict() for each in ranks]
     again = [Rank(rank, 4, topology="ring") for rank in range(4)]
     for each, state in zip(again, states, strict=True):
@@ -401,7 +401,7 @@ def test_a_resumed_run_continues_the_epoch_of_the_latest_round():
         (closed,) = each.rounds
         assert closed.round == last.round + 1
         # all tree edges are established at once
-        assert (closed.epochs, closed.members) == (last.epochs + 1, (0, 1, 2, 3))
+        assert (closed.memory, closed.members) == ((1, 1, 1), (0, 1, 2, 3))
     # the same optimizers continue in another simulation, whose store is empty
     lockstep([each.train([1.0]) for each in ranks])
     for each, other in zip(ranks, again, strict=True):
@@ -409,8 +409,8 @@ def test_a_resumed_run_continues_the_epoch_of_the_latest_round():
 
 
 def test_rules_of_closing():
-    rules = RoundRules(4, GossipGraph("ring").edges(4))
-    assert rules.tree == ((0, 1), (1, 2), (2, 3))
+    rules = TreeQuorum(4, GossipGraph("ring").edges(4))
+    assert rules.tree == [(0, 1), (1, 2), (2, 3)]
     begin = rules.begin()
 
     def at(*kinds):
@@ -429,13 +429,12 @@ def test_rules_of_closing():
     }.items():  # fmt: skip
         assert rules.can_close(begin, at(text)) is is_closable, text
     other = rules.close(begin, at("ffcc"), 1)
-    assert other.pending == ((1, 2), (2, 3))
+    assert rules.pending(other) == [(1, 2), (2, 3)]
     # without rank 2 there is no pending edge, so that any edge suffices
     later = [RankStatus(2, StatusKind.FINISHED), *at("cpc")[:2], RankStatus(2, StatusKind.FINISHED)]
     assert rules.can_close(other, later)
     assert not rules.can_close(other, [*at("ccc")[:2], RankStatus(0, StatusKind.PAUSED), later[3]])
-    closed = rules.close(begin, at("ffff"), 2)
-    assert (closed.pending, closed.epochs, closed.numbers_by_rank) == (rules.tree, 1, (0, 0, 1, 0))
+    assert rules.pending(rules.close(begin, at("ffff"), 2)) == rules.tree
     assert rules.is_complete(begin, at("fpff"))
     assert not rules.is_complete(begin, at("fpcf"))
 

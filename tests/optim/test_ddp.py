@@ -17,11 +17,10 @@ from gcnzc.optim import (
     Averaged,
     DiLoCo,
     DropCompute,
+    FedGLOMO,
     OneBitAdam,
-    Strategy,
     StreamingDiLoCo,
     ZeroOneAdam,
-    fedglomo,
     keep_gradients_local,
 )
 
@@ -76,9 +75,7 @@ MAKERS = {
     "averaged": lambda params, **options: Averaged(SGD(params, lr=0.1), **options),
     "onebit": lambda params, **options: OneBitAdam(params, lr=0.01, warmup=1, **options),
     "zero-one": lambda params, **options: ZeroOneAdam(params, lr=0.01, **options),
-    "fedglomo": lambda params, **options: Strategy(
-        SGD(params, lr=0.1), fedglomo(local_steps=3), **options
-    ),
+    "fedglomo": lambda params, **options: FedGLOMO(SGD(params, lr=0.1), local_steps=3, **options),
     "dropcompute": lambda params, **options: DropCompute(
         SGD(params, lr=0.1), micro_batches=2, threshold=None, **options
     ),

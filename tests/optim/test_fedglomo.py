@@ -9,8 +9,8 @@ from torch import nn
 
 from gcnzc.compress import Blocks
 from gcnzc.exchange import Group, lockstep
-from gcnzc.optim import Strategy, fedglomo
-from gcnzc.optim.strategy.fedglomo import Participants
+from gcnzc.optim import FedGLOMO
+from gcnzc.optim.fedglomo import choose_ranks
 
 LR = 0.05
 
@@ -20,11 +20,11 @@ def sgd(parameters, decay=0.0):
 
 
 def exact(**options):
-    return lambda inner, group: Strategy(inner, fedglomo(compress=None, **options), group)
+    return lambda inner, group: FedGLOMO(inner, group, compress=None, **options)
 
 
 def quantized(**options):
-    return lambda inner, group: Strategy(inner, fedglomo(**options), group)
+    return lambda inner, group: FedGLOMO(inner, group, **options)
 
 
 def share_of(rows, group):
@@ -145,7 +145,7 @@ def test_rounds_are_those_of_the_paper(world_size, options):
     lockstep([steps(rank) for rank in range(world_size)])
     given = {name: options.pop(name, None) for name in ("participants", "seed")}
     chosen = [
-        sorted(Participants(given["participants"], given["seed"] or 0, number).ranks(world_size))
+        sorted(choose_ranks(world_size, given["participants"], given["seed"] or 0, number))
         for number in range(rounds)
     ]
     expected = reference(start, chosen, **{"round_weight": 0.5, "local_momentum": 0.8, **options})
@@ -182,7 +182,7 @@ def test_gradients_are_computed_only_where_they_are_needed(options, calls):
     assert found == calls
     # one vector at the end of a round, or the parameters' two with their momentum
     vectors = 1 if options.get("round_weight") == 1 else 3
-    assert optimizer.state_bytes == vectors * optimizer.flat_params.num_elements * 8
+    assert optimizer.state_bytes == vectors * optimizer.flat.num_elements * 8
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -202,9 +202,8 @@ def test_a_round_sends_two_compressed_vectors(world_size):
         return counts[0], optimizers[0]
 
     found, optimizer = sent()
-    elements = optimizer.flat_params.num_elements
+    elements = optimizer.flat.num_elements
     assert found == codec.bytes_sent(2 * elements, world_size, optimizer.extras)
-    assert found == optimizer.recipe.exchange.bytes_sent()
     one, _ = sent(round_weight=1)
     assert one == codec.bytes_sent(elements, world_size, optimizer.extras)
     # nobody sends less than the participants do
@@ -234,7 +233,7 @@ def noisy_loss(model, step):
 
 def test_evaluations_of_a_step_use_the_same_masks_and_update_buffers_once():
     model = Noisy()
-    optimizer = Strategy(sgd(model.parameters()), fedglomo(2, compress=None), Group(), module=model)
+    optimizer = exact(local_steps=2, module=model)(sgd(model.parameters()), Group())
     torch.manual_seed(7)
     counts = []
     for step in range(6):
@@ -264,7 +263,7 @@ def test_evaluations_of_a_step_use_the_same_masks_and_update_buffers_once():
 @pytest.mark.parametrize("failing", range(4))
 def test_an_error_of_the_closure_changes_nothing(failing):
     model = Noisy()
-    optimizer = Strategy(sgd(model.parameters()), fedglomo(2, compress=None), Group(), module=model)
+    optimizer = exact(local_steps=2, module=model)(sgd(model.parameters()), Group())
     calls = 0
 
     def closure():
@@ -289,15 +288,15 @@ def test_an_error_of_the_closure_changes_nothing(failing):
 
 
 def test_participants_are_a_function_of_seed_and_round():
-    chosen = [Participants(2, 3, number).ranks(8) for number in range(400)]
+    chosen = [choose_ranks(8, 2, 3, number) for number in range(400)]
     assert all(len(ranks) == 2 for ranks in chosen)
     counts = np.bincount([rank for ranks in chosen for rank in ranks], minlength=8)
     # 100 expected, with a standard deviation of 8.7
     assert counts.min() > 65
     assert counts.max() < 135
-    assert chosen != [Participants(2, 4, number).ranks(8) for number in range(400)]
-    assert chosen[7] == Participants(2, 3, 7).ranks(8)
-    assert Participants().ranks(3) == {0, 1, 2}
+    assert chosen != [choose_ranks(8, 2, 4, number) for number in range(400)]
+    assert chosen[7] == choose_ranks(8, 2, 3, 7)
+    assert choose_ranks(3, None, 0, 0) == {0, 1, 2}
 
 
 def test_a_rank_that_does_not_participate_computes_nothing():
@@ -322,7 +321,7 @@ def test_a_rank_that_does_not_participate_computes_nothing():
     lockstep([steps(rank) for rank in range(3)])
     # 3 evaluations of the first round, 6 of each other one
     assert sum(calls) == 3 + 6 + 6
-    rounds = [next(iter(Participants(1, 0, number).ranks(3))) for number in range(3)]
+    rounds = [next(iter(choose_ranks(3, 1, 0, number))) for number in range(3)]
     for rank in range(3):
         evaluations = sum((3, 6, 6)[number] for number in range(3) if rounds[number] == rank)
         assert calls[rank] == evaluations
@@ -335,8 +334,8 @@ def test_only_sgd_without_momentum_is_wrapped():
         (torch.optim.SGD(model.parameters(), momentum=0.9), "SGD with momentum"),
     ):
         with pytest.raises(ValueError, match=rf"around {kind}(?s:.*)hint: give torch.optim.SGD"):
-            Strategy(inner, fedglomo(), Group())
-    optimizer = Strategy(sgd(model.parameters()), fedglomo(), Group())
+            FedGLOMO(inner, Group())
+    optimizer = FedGLOMO(sgd(model.parameters()), Group())
     # such as OneCycleLR sets it
     optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(ValueError, match="SGD with momentum"):
@@ -345,7 +344,7 @@ def test_only_sgd_without_momentum_is_wrapped():
 
 def test_a_step_without_a_closure_is_refused():
     model = nn.Linear(2, 2)
-    optimizer = Strategy(sgd(model.parameters()), fedglomo(), Group())
+    optimizer = FedGLOMO(sgd(model.parameters()), Group())
     assert optimizer.needs_closure
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(TypeError, match=r"without a closure\n\nhint: call step\(closure\)"):

@@ -14,28 +14,23 @@ from gcnzc.compress import RandomBlock, RandomK, Threshold, TopK
 from gcnzc.exchange import lockstep
 from gcnzc.optim import (
     CO2,
+    SAPS,
+    A2CiD2,
     Averaged,
+    BackupWorkers,
+    DecoupledDiLoCo,
     DiLoCo,
+    FedGLOMO,
     LocalSGD,
     MuLoCo,
     SelSync,
     SparseLoCo,
-    Strategy,
     StreamingDiLoCo,
-    a2cid2,
-    backup_workers,
-    diloco,
-    fedglomo,
-    saps,
 )
 
 STEPS = 15
 PLAIN = {"local_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
 SEVERAL = (2, 3, 4)
-
-
-def recipe(make, *arguments, **options):
-    return lambda inner, group: Strategy(inner, make(*arguments, **options), group)
 
 
 def averaged(compress, **options):
@@ -58,7 +53,7 @@ LIMITS = {
     "local_sgd": (around(LocalSGD, local_steps=1), SEVERAL),
     "diloco": (around(DiLoCo, **PLAIN), SEVERAL),
     "diloco sharded": (around(DiLoCo, **PLAIN, sharded=True), SEVERAL),
-    "diloco with a quorum of all": (recipe(diloco, **PLAIN, quorum=3), (3,)),
+    "diloco with a quorum of all": (around(DecoupledDiLoCo, **PLAIN, quorum=3), (3,)),
     "sparse diloco": (around(DiLoCo, **PLAIN, compress=TopK(1.0)), SEVERAL),
     "sparseloco": (around(SparseLoCo, local_steps=1, compress=TopK(1.0)), SEVERAL),
     "muloco": (around(MuLoCo, **PLAIN, compress=None), SEVERAL),
@@ -74,10 +69,10 @@ LIMITS = {
     "co2 sharded": (around(CO2, **PLAIN, delay=0, eager=0.0, sharded=True), SEVERAL),
     "selsync": (around(SelSync, threshold=0.0), SEVERAL),
     "selsync in its window": (around(SelSync, threshold=1e9, window=STEPS), SEVERAL),
-    "saps": (recipe(saps, density=1.0), (2,)),
-    "a2cid2": (recipe(a2cid2, eta=0.0), (2,)),
-    "backup workers": (recipe(backup_workers, "complete", grace=math.inf), SEVERAL),
-    "fedglomo": (recipe(fedglomo, 1, 1.0, compress=None), SEVERAL),
+    "saps": (around(SAPS, density=1.0), (2,)),
+    "a2cid2": (around(A2CiD2, eta=0.0), (2,)),
+    "backup workers": (around(BackupWorkers, topology="complete", grace=math.inf), SEVERAL),
+    "fedglomo": (around(FedGLOMO, local_steps=1, round_weight=1.0, compress=None), SEVERAL),
 }
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -10,20 +11,21 @@ from slow_cases import seeds
 from torch import nn
 
 from gcnzc.exchange import Compute, Group, Link, RequestMismatch, init_group, lockstep, run
-from gcnzc.optim import Strategy, a2cid2, backup_workers, diloco
-from gcnzc.optim.strategy.strategy import claim_namespace
+from gcnzc.optim import A2CiD2, BackupWorkers, DecoupledDiLoCo
+from gcnzc.optim.control import namespace
 
 LR = 0.1
-RECIPES = {
-    "a2cid2": lambda: a2cid2(asynchronous=True, control_interval=2),
-    "backup": lambda: backup_workers("ring", control_interval=2),
-    "quorum": lambda: diloco(2, 0.7, 0.5, quorum=3, control_interval=3),
+OUTER = {"local_steps": 2, "outer_lr": 0.7, "outer_momentum": 0.5}
+MAKERS = {
+    "a2cid2": partial(A2CiD2, asynchronous=True, control_interval=2),
+    "backup": partial(BackupWorkers, topology="ring", control_interval=2),
+    "quorum": partial(DecoupledDiLoCo, **OUTER, quorum=3, control_interval=3),
 }
 
 
 def make_pair(name, group, seed=0):
     x = nn.Parameter(torch.full((3,), float(group.rank), dtype=torch.float64))
-    return x, Strategy(torch.optim.SGD([x], lr=LR), RECIPES[name](), group)
+    return x, MAKERS[name](torch.optim.SGD([x], lr=LR), group)
 
 
 def step(pair, target):
@@ -47,7 +49,7 @@ def train(names, group, times, *, with_copies):
         own = yield from optimizer.average_parameters_algorithm()
         optimizer.restore_parameters(own)
         yield from optimizer.finalize_algorithm()
-    return [x.detach() for x, _ in pairs], [optimizer.namespace for _, optimizer in pairs]
+    return [x.detach() for x, _ in pairs], [namespace(optimizer) for _, optimizer in pairs]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def train_copies_in_another_order(name, rank):
             yield from step(each, 1.0)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "a2cid2"])
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "a2cid2"])
 def test_a_copy_on_one_rank_and_the_original_on_another_are_a_mismatch(name):
     with pytest.raises(RequestMismatch, match="do not match"):
         lockstep([train_copies_in_another_order(name, rank) for rank in range(3)])
@@ -117,16 +119,18 @@ def test_ranks_that_do_not_wait_may_step_a_copy_and_the_original_in_another_orde
 
 
 def test_names_are_unique_in_a_group_and_equal_in_others():
-    groups = [Group(0, 3) for _ in range(2)]
-    expected = ["a", "a copy 1", "b", "a copy 2"]
-    for group in groups:
-        assert [claim_namespace(group, each) for each in ("a", "a", "b", "a")] == expected
+    for group in (Group(0, 3) for _ in range(2)):
+        (_, first), (_, other) = (make_pair("backup", group) for _ in range(2))
+        optimizers = [first, copy.deepcopy(first), other, copy.deepcopy(first), first]
+        own = [first.identity, other.identity]
+        expected = [own[0], f"{own[0]} copy 1", own[1], f"{own[0]} copy 2", own[0]]
+        assert [namespace(each) for each in optimizers] == expected
 
 
 def train_over_processes():
     found = {}
     with init_group(timeout_s=60) as group:
-        for name in RECIPES:
+        for name in MAKERS:
             times = [0.01 * (1 + group.rank * (number % 3)) for number in range(6)]
             found[name] = run(train((name,) * 2, group, times, with_copies=True), group)
     return found
@@ -134,7 +138,7 @@ def train_over_processes():
 
 def test_processes_step_several_optimizers_and_copies_in_turns(tmp_path):
     found = results(3, tmp_path, train_over_processes)
-    for name in RECIPES:
+    for name in MAKERS:
         values, namespaces = found[0][name]
         assert len(set(namespaces)) == 4
         for other, names in (each[name] for each in found):

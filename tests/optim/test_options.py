@@ -11,23 +11,22 @@ from gcnzc.compress import Dense, Sign, TopK
 from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import (
     CO2,
+    SAPS,
+    A2CiD2,
     Averaged,
+    BackupWorkers,
+    DecoupledDiLoCo,
     DiLoCo,
     DropCompute,
+    FedGLOMO,
     LocalSGD,
     Muon,
     OneBitAdam,
     OneBitLamb,
     SelSync,
-    Strategy,
     StreamingDiLoCo,
     ZeroOneAdam,
     ZeroOneSchedule,
-    a2cid2,
-    backup_workers,
-    diloco,
-    fedglomo,
-    saps,
 )
 from gcnzc.optim.sync_interval import INITIAL_STEPS
 
@@ -36,16 +35,14 @@ HALF, SIGN = Dense(torch.float16), Sign()
 
 
 def build(kind, group, **options):
-    """An optimizer of a class, or of a function that makes a recipe."""
+    """An optimizer of a class."""
     parameters = nn.Linear(2, 2).parameters()
     if kind in ADAMS:
         return kind(parameters, group=group, **options)
     if kind is Muon:
         return Muon(parameters, **options)
     inner = torch.optim.SGD(parameters, lr=0.1)
-    if isinstance(kind, type):
-        return kind(inner, group, **options)
-    return Strategy(inner, kind(**options), group)
+    return kind(inner, group, **options)
 
 
 def refused(kind, num_ranks, *cases):
@@ -120,7 +117,7 @@ REFUSED = [
         ({"eager": 0.5, "delay": 0}, "eager is 0.5, with a delay of 0"),
     ),
     *refused(
-        a2cid2,
+        A2CiD2,
         3,
         ({"topology": "star"}, "topology is 'star'\n\nhint: use one of 'ring', 'exponential'"),
         ({"topology": [(0, 1)]}, "a graph that does not connect rank 0 and rank 2"),
@@ -132,7 +129,7 @@ REFUSED = [
         ({"control_interval": 0}, "control_interval is 0"),
     ),
     *refused(
-        saps,
+        SAPS,
         2,
         ({"density": 0.0}, "density is 0.0"),
         ({"density": "a"}, "density is 'a'\n\nhint: give the fraction"),
@@ -151,26 +148,28 @@ REFUSED = [
         ({"window": 10**9}, "window is 1000000000\n\nhint: give a whole number from 1 to 10000"),
     ),
     *refused(
-        backup_workers,
+        BackupWorkers,
         3,
         ({"topology": "3-regular"}, "a graph of 3 ranks with 3 neighbors"),
         ({"grace": -1.0}, "grace"),
         ({"wait_interval": 0}, "wait_interval"),
     ),
     *refused(
-        diloco,
+        DecoupledDiLoCo,
         4,
         ({"quorum": 2}, "a quorum of 2 of 4 ranks\n\nhint: give 3 to 4"),
         ({"quorum": 5}, "a quorum of 5 of 4 ranks"),
         ({"quorum": 3, "grace_s": -1}, "grace_s is -1"),
+        ({"quorum": 3, "compress": HALF}, "quorum with compress="),
+        ({"quorum": 3, "local_steps": "auto"}, "quorum with local_steps='auto'"),
     ),
     *refused(
-        diloco,
+        DecoupledDiLoCo,
         1,
         ({"quorum": 2}, "a quorum of 2 of 1 ranks\n\nhint: give 1"),
     ),
     *refused(
-        fedglomo,
+        FedGLOMO,
         2,
         ({"round_weight": 0}, "round_weight is 0"),
         ({"local_momentum": 1.1}, "local_momentum is 1.1"),
@@ -222,9 +221,9 @@ DIFFERENT = [
     ),
     (LocalSGD, {"local_steps": 2}, {"local_steps": 3}, "local_steps=2.*local_steps=3"),
     *((CO2, {}, {name: value}, "") for name, value in (("gap", 2.5), ("clip", None), ("delay", 0))),
-    (a2cid2, {"gossip_rate": 1}, {"gossip_rate": 2}, "gossip_rate=1.*gossip_rate=2"),
-    (saps, {"seed": 0}, {"seed": 1}, ""),
-    (saps, {"bandwidth": np.ones((2, 2))}, {"bandwidth": np.full((2, 2), 2.0)}, ""),
+    (A2CiD2, {"gossip_rate": 1}, {"gossip_rate": 2}, "gossip_rate=1.*gossip_rate=2"),
+    (SAPS, {"seed": 0}, {"seed": 1}, ""),
+    (SAPS, {"bandwidth": np.ones((2, 2))}, {"bandwidth": np.full((2, 2), 2.0)}, ""),
     (SelSync, {"threshold": 0.1}, {"threshold": 1.1}, "threshold=0.1.*threshold=1.1"),
 ]
 

@@ -26,8 +26,8 @@ from gcnzc.exchange import (
     run,
 )
 from gcnzc.exchange.topology import complete
-from gcnzc.optim import LocalSGD, Strategy, a2cid2
-from gcnzc.optim.strategy.overlapped_gossip import color_ranks
+from gcnzc.optim import A2CiD2, LocalSGD
+from gcnzc.optim.offers import color_ranks
 
 SIZE = 3
 
@@ -41,18 +41,20 @@ def make_ranks(world_size, signals=0, **options):
     """Parameters that differ between ranks, and their optimizers."""
     parameters = [nn.Parameter(each) for each in start_vectors(world_size)]
     optimizers = [
-        Strategy(
+        A2CiD2(
             torch.optim.SGD([each], lr=0.1),
-            a2cid2(asynchronous=True, **options),
             Group(rank, world_size),
+            asynchronous=True,
             signals=signals,
+            **options,
         )
         for rank, each in enumerate(parameters)
     ]
     for optimizer in optimizers:
         # each rank starts from its own parameters
         optimizer.is_broadcast = True
-        optimizer.initialize()
+        optimizer.on_broadcast()
+        optimizer.is_in_sync = False
     return parameters, optimizers
 
 
@@ -119,10 +121,10 @@ def test_random_schedules_end_and_preserve_the_sum(part):
         assert outcome.errors == [None] * len(times)
         for parameter in parameters:
             assert torch.equal(parameter, parameters[0]), seed
-        exchanges = [each.recipe.exchange for each in optimizers]
-        assert all(each.num_unanswered == each.num_overlapping == 0 for each in exchanges)
+        offers = [each.offers for each in optimizers]
+        assert all(each.num_unanswered == each.num_overlapping == 0 for each in offers)
         # both ranks apply each exchange
-        assert sum(each.num_exchanges for each in exchanges) % 2 == 0
+        assert sum(each.num_pairs for each in optimizers) % 2 == 0
         if options["eta"] == 0.0:
             torch.testing.assert_close(parameters[0].detach(), expected, rtol=0, atol=1e-12)
 
@@ -164,7 +166,7 @@ def test_two_ranks_exchange_as_a_reference():
             offer = x[0].clone()
     for rank, (_, own) in enumerate(outcome.results):
         torch.testing.assert_close(own, x[rank], rtol=0, atol=1e-14)
-    assert [each.recipe.exchange.num_exchanges for each in optimizers] == [4, 4]
+    assert [each.num_pairs for each in optimizers] == [4, 4]
 
 
 @pytest.mark.parametrize("slow", range(4))
@@ -183,7 +185,7 @@ def test_a_slow_rank_does_not_slow_the_others(slow):
         assert found[rank] < limit * expected[rank]
     # the others still exchange, and not only when the slow rank does
     for rank, optimizer in enumerate(optimizers):
-        assert rank == slow or optimizer.recipe.exchange.num_exchanges > steps / 2
+        assert rank == slow or optimizer.num_pairs > steps / 2
 
     parameters = [nn.Parameter(torch.zeros(SIZE, dtype=torch.float64)) for _ in range(4)]
     others = [
@@ -271,18 +273,18 @@ def test_exchanges_from_before_a_state_was_loaded_are_ignored():
     def load(optimizer):
         rank = optimizer.group.rank
         if optimizer.steps == 1:
-            optimizer.recipe.policy.step_s = 0.5
+            optimizer.step_s = 0.5
             states.append((rank, copy.deepcopy(optimizer.state_dict())))
-        elif optimizer.steps == 6 and not optimizer.recipe.exchange.generation:
+        elif optimizer.steps == 6 and not optimizer.offers.generation:
             with torch.no_grad():
                 parameters[rank].copy_(far[rank])
             optimizer.load_state_dict(dict(states)[rank])
-            assert optimizer.recipe.policy.step_s == 0.5
+            assert optimizer.step_s == 0.5
 
     times = [[1.0 + 0.3 * rank] * 20 for rank in range(4)]
     ranks = zip(parameters, optimizers, times, strict=True)
     outcome = lockstep([train_and_finalize(*each, None, load) for each in ranks], Link(delay_s=0.1))
-    assert [each.recipe.exchange.generation for each in optimizers] == [1] * 4
+    assert [each.offers.generation for each in optimizers] == [1] * 4
     # the mean is that of parameters after step 1, not of those that the state replaced
     assert parameters[0].abs().max() < 5
     assert all(result[1].abs().max() < 5 for result in outcome.results)
@@ -291,12 +293,12 @@ def test_exchanges_from_before_a_state_was_loaded_are_ignored():
 def test_a_copy_and_an_unpickled_optimizer_have_no_messages():
     _, optimizers, _ = simulate([[1.0] * 3, [2.0] * 3])
     for other in (copy.deepcopy(optimizers[0]), pickle.loads(pickle.dumps(optimizers[0]))):
-        exchange = other.recipe.exchange
-        assert not exchange.is_open
-        assert all(each.receive is each.send is None for each in exchange.neighbors)
-        assert torch.equal(other.recipe.update.second, optimizers[0].recipe.update.second)
-        assert exchange.update is other.recipe.update
-    assert optimizers[0].recipe.exchange.is_open
+        assert not other.offers.is_open
+        assert all(each.receive is each.send is None for each in other.offers.neighbors)
+        assert torch.equal(other.second, optimizers[0].second)
+        assert other.offers.method is other
+        assert other.control.optimizer is other
+    assert optimizers[0].offers.is_open
 
 
 def test_neighbors_have_different_colors():
@@ -323,8 +325,8 @@ def train_on_processes():
     torch.manual_seed(0)
     with init_group(timeout_s=60) as group:
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-        recipe = a2cid2(asynchronous=True, control_interval=2)
-        optimizer = Strategy(adamw(model), recipe, group, signals=1, module=model)
+        options = {"control_interval": 2, "signals": 1, "module": model}
+        optimizer = A2CiD2(adamw(model), group, asynchronous=True, **options)
         seen = []
         for step in range(12):
             generator = torch.Generator().manual_seed(10 * step + group.rank)
@@ -341,7 +343,7 @@ def train_on_processes():
                 optimizer.restore_parameters(own)
                 state = copy.deepcopy(optimizer.state_dict())
         optimizer.finalize()
-        count = optimizer.recipe.exchange.num_exchanges
+        count = optimizer.num_pairs
         return model.state_dict(), mean, seen, count, sorted(state)
 
 

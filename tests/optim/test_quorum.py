@@ -10,16 +10,17 @@ from slow_cases import seeds
 from torch import nn
 
 from gcnzc.exchange import Compute, Group, Link, Now, init_group, lockstep
-from gcnzc.optim import DiLoCo, Strategy, diloco
-from gcnzc.optim.strategy.quorum import QuorumRules
-from gcnzc.optim.strategy.rounds import ClosedRound, RankStatus, StatusKind
+from gcnzc.optim import DecoupledDiLoCo, DiLoCo
+from gcnzc.optim.decoupled_diloco import MajorityQuorum
+from gcnzc.optim.rounds import ClosedRound, RankStatus, StatusKind
 
 LR, OUTER_LR, MOMENTUM = 0.1, 0.5, 0.9
+OUTER = {"outer_lr": OUTER_LR, "outer_momentum": MOMENTUM, "signals": 1}
 
 
 def with_quorum(quorum, steps=3, **options):
-    return lambda inner, group: Strategy(
-        inner, diloco(steps, OUTER_LR, MOMENTUM, quorum=quorum, **options), group, signals=1
+    return lambda inner, group: DecoupledDiLoCo(
+        inner, group, quorum=quorum, local_steps=steps, **OUTER, **options
     )
 
 
@@ -31,20 +32,19 @@ class Rank:
         self.x = nn.Parameter(torch.zeros(3, dtype=torch.float64))
         make = with_quorum(quorum, steps, **options)
         self.optimizer = make(torch.optim.SGD([self.x], lr=LR), group or Group(rank, world_size))
-        self.policy, self.update = (getattr(self.optimizer.recipe, n) for n in ("policy", "update"))
         self.rounds, self.sent = [], {}
-        apply, read = self.update.apply, self.update.read
+        optimizer = self.optimizer
+        outer_step, mean_of_members = optimizer.outer_step, optimizer.mean_of_members
 
-        def logged(mean):
-            yield from apply(mean)
-            closed = self.policy.last
-            self.rounds.append((closed, self.update.anchor.clone(), self.update.momentum.clone()))
+        def logged(anchor, momentum, difference):
+            outer_step(anchor, momentum, difference)
+            self.rounds.append((optimizer.last, anchor.clone(), momentum.clone()))
 
-        def keep(out):
-            read(out)
-            self.sent[self.policy.last.round] = out[:3].clone()
+        def keep(closed, values):
+            self.sent[closed.round] = values[:3].clone()
+            return mean_of_members(closed, values)
 
-        self.update.apply, self.update.read = logged, keep
+        optimizer.outer_step, optimizer.mean_of_members = logged, keep
 
     def train(self, times, *, finalizes=True):
         yield from self.optimizer.broadcast_model_algorithm()
@@ -94,8 +94,7 @@ def test_a_quorum_of_all_ranks_is_diloco_bit_for_bit(world_size):
     train(models, optimizers, 11)
 
     def plain(inner, group):
-        options = {"outer_lr": OUTER_LR, "outer_momentum": MOMENTUM, "local_steps": 3}
-        return DiLoCo(inner, group, signals=1, **options)
+        return DiLoCo(inner, group, local_steps=3, **OUTER)
 
     others, expected = team(world_size, plain)
     train(others, expected, 11)
@@ -129,7 +128,7 @@ def test_the_difference_of_a_late_rank_counts_in_the_next_round():
     run_ranks(ranks, [[1.0] * 12, [1.0] * 12, [3.0] * 12])
     rounds = check_rounds(ranks)
     assert [closed.members for closed in rounds[:4]] == [(0, 1), (0, 1), (0, 1, 2), (0, 1)]
-    assert rounds[2].pending == ((0, 2),)
+    assert rounds[2].sends == ((0, 2),)
     # of three steps from the first anchor
     target, x = ranks[2].target, torch.zeros(3, dtype=torch.float64)
     for _ in range(3):
@@ -201,13 +200,13 @@ def test_a_quorum_of_all_ranks_misses_no_round(seed):
 
 def test_a_rank_that_resumes_late_misses_no_round_of_all_ranks():
     ranks = [Rank(rank, 2, quorum=2, steps=1, control_interval=1) for rank in range(2)]
-    resume = ranks[0].policy._resume
+    resume = ranks[0].optimizer._resume
 
     def late(policies):
         yield Compute(10.0)
         yield from resume(policies)
 
-    ranks[0].policy._resume = late
+    ranks[0].optimizer._resume = late
     # after each sum, all ranks pause and wait for one another
     ranks[1].optimizer.signals = [True]
     run_ranks(ranks, [[1.0] * 6] * 2)
@@ -217,22 +216,22 @@ def test_a_rank_that_resumes_late_misses_no_round_of_all_ranks():
 def test_a_rank_that_missed_rounds_resumes_with_its_older_anchor():
     ranks = [Rank(rank, 3, quorum=2) for rank in range(3)]
     run_ranks(ranks, [[1.0] * 9, [1.0] * 9, [9.0] * 2], finalizes=False)
-    assert [rank.policy.last.round for rank in ranks] == [3, 3, 0]
+    assert [rank.optimizer.last.round for rank in ranks] == [3, 3, 0]
     states = [saved(rank.optimizer.state_dict()) for rank in ranks]
     again = [Rank(rank, 3, quorum=2) for rank in range(3)]
     for rank, other, state in zip(ranks, again, states, strict=True):
         other.optimizer.load_state_dict(state)
-        assert torch.equal(other.update.anchor, rank.update.anchor)
-        assert torch.equal(other.update.momentum, rank.update.momentum)
+        assert torch.equal(other.optimizer.anchor, rank.optimizer.anchor)
+        assert torch.equal(other.optimizer.momentum, rank.optimizer.momentum)
         assert torch.equal(other.x, rank.x)
-    assert not torch.equal(again[0].update.anchor, again[2].update.anchor)
+    assert not torch.equal(again[0].optimizer.anchor, again[2].optimizer.anchor)
     # the last rank needs one more step of its three
     run_ranks(again, [[1.0] * 3, [1.0] * 3, [1.0]], finalizes=False)
     for rank in again:
         ((closed, anchor, momentum),) = rank.rounds
-        assert (closed.round, closed.members, closed.pending) == (4, (0, 1, 2), ((0, 2),))
-        assert torch.equal(anchor, again[0].update.anchor)
-        assert torch.equal(momentum, again[0].update.momentum)
+        assert (closed.round, closed.members, closed.sends) == (4, (0, 1, 2), ((0, 2),))
+        assert torch.equal(anchor, again[0].optimizer.anchor)
+        assert torch.equal(momentum, again[0].optimizer.momentum)
 
 
 def test_bytes_are_those_of_the_sum_among_members():
@@ -250,7 +249,7 @@ def test_bytes_are_those_of_the_sum_among_members():
 
 
 def test_rules_of_closing():
-    rules = QuorumRules(5, 3)
+    rules = MajorityQuorum(5, 3)
     last = rules.begin()
 
     def statuses(*rounds, paused=()):
@@ -262,12 +261,12 @@ def test_rules_of_closing():
     assert not rules.can_close(last, statuses(1, 1, 0, 0, 0))
     assert rules.can_close(last, statuses(1, 1, 0, 1, 0))
     first = rules.close(last, statuses(1, 1, 0, 1, 0), 0)
-    assert (first.members, first.pending) == ((0, 1, 3), ())
+    assert (first.members, first.sends) == ((0, 1, 3), ())
     second = rules.close(first, statuses(1, 2, 2, 1, 2), 1)
     # rank 1 has the state of the first round
-    assert (second.members, second.pending) == ((1, 2, 4), ((1, 2), (1, 4)))
+    assert (second.members, second.sends) == ((1, 2, 4), ((1, 2), (1, 4)))
     third = rules.close(second, statuses(3, 2, 3, 3, 3), 0)
-    assert (third.members, third.pending) == ((0, 2, 3, 4), ((2, 0), (4, 3)))
+    assert (third.members, third.sends) == ((0, 2, 3, 4), ((2, 0), (4, 3)))
     # no quorum is possible
     alone = statuses(0, 0, 0, 1, 0, paused=(0, 1, 2))
     assert rules.can_close(last, alone)

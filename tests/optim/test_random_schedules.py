@@ -14,15 +14,15 @@ from gcnzc.compress import Sign
 from gcnzc.exchange import Compute, Crash, Group, Link, SlowDown, lockstep
 from gcnzc.optim import (
     CO2,
+    SAPS,
+    A2CiD2,
     Averaged,
+    BackupWorkers,
+    DecoupledDiLoCo,
     DiLoCo,
     LocalSGD,
     SelSync,
-    Strategy,
     StreamingDiLoCo,
-    a2cid2,
-    backup_workers,
-    saps,
 )
 
 LR = 0.1
@@ -40,19 +40,22 @@ MAKERS = {
         inner, group, local_steps=3, fragments=2, outer_lr=1.0, outer_momentum=0.0, mixing=1.0
     ),
     "selsync": lambda inner, group, seed: SelSync(inner, group, threshold=0.1, window=2),
-    "saps": lambda inner, group, seed: Strategy(inner, saps(0.5, seed=seed), group),
-    "a2cid2": lambda inner, group, seed: Strategy(inner, a2cid2(eta=0.0), group),
-    "a2cid2 overlapped": lambda inner, group, seed: Strategy(
-        inner, a2cid2(eta=0.0, asynchronous=True, control_interval=3), group
+    "saps": lambda inner, group, seed: SAPS(inner, group, density=0.5, seed=seed),
+    "a2cid2": lambda inner, group, seed: A2CiD2(inner, group, eta=0.0),
+    "a2cid2 overlapped": lambda inner, group, seed: A2CiD2(
+        inner, group, eta=0.0, asynchronous=True, control_interval=3
     ),
-    "backup": lambda inner, group, seed: Strategy(inner, backup_workers(control_interval=3), group),
+    "backup": lambda inner, group, seed: BackupWorkers(inner, group, control_interval=3),
 }
 # whose means have other values, but which must end as well
 INEXACT = {
     "averaged sign": lambda inner, group, seed: Averaged(inner, group, compress=Sign(block=32)),
     "co2": lambda inner, group, seed: CO2(inner, group, local_steps=2),
-    "a2cid2 with momentum": lambda inner, group, seed: Strategy(
-        inner, a2cid2(asynchronous=True, control_interval=3), group
+    "a2cid2 with momentum": lambda inner, group, seed: A2CiD2(
+        inner, group, asynchronous=True, control_interval=3
+    ),
+    "diloco quorum": lambda inner, group, seed: DecoupledDiLoCo(
+        inner, group, quorum=group.world_size // 2 + 1, local_steps=2, control_interval=3
     ),
 }
 

@@ -19,35 +19,31 @@ from gcnzc.exchange.topology import (
     round_robin,
 )
 from gcnzc.kernels.codec.random_indices import draw_indices, draw_indices_reference
-from gcnzc.optim import Strategy, saps
-from gcnzc.optim.strategy.saps_psgd import measure_bandwidths
+from gcnzc.optim import SAPS
+from gcnzc.optim.saps import measure_bandwidths
 
 FIRST_HALF = np.arange(8) < 4
 ISLANDS = np.where(FIRST_HALF[:, None] == FIRST_HALF, 100.0, 10.0)
 
 
 def pairs(density=0.25, **options):
-    return lambda inner, group: Strategy(inner, saps(density, **options), group)
-
-
-def exchanges(optimizers):
-    return [optimizer.recipe.exchange for optimizer in optimizers]
+    return lambda inner, group: SAPS(inner, group, density=density, **options)
 
 
 def spread(optimizers, seed=0):
     """Give every rank random parameters (W, n), which its local steps do not change."""
     lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
-    count = optimizers[0].flat_params.num_elements
+    count = optimizers[0].flat.num_elements
     values = torch.randn(len(optimizers), count, generator=torch.Generator().manual_seed(seed))
     for optimizer, own in zip(optimizers, values.double(), strict=True):
         for group in optimizer.param_groups:
             group["lr"] = 0.0
-        optimizer.flat_params.write_parameters(own)
+        optimizer.parameters = own
     return parameters_of(optimizers)
 
 
 def parameters_of(optimizers):
-    return torch.stack([optimizer.vector() for optimizer in optimizers]).numpy()
+    return torch.stack([optimizer.parameters for optimizer in optimizers]).numpy()
 
 
 def step(optimizers, **options):
@@ -88,10 +84,10 @@ def test_rounds_are_those_of_a_reference_and_keep_the_mean(world_size, density):
 def test_the_indices_are_equal_on_all_ranks_and_change_each_round():
     _, optimizers = team(3, pairs(0.02, seed=9))
     lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
-    count = optimizers[0].flat_params.num_elements
+    count = optimizers[0].flat.num_elements
     state, seen = torch.get_rng_state(), []
     for number in range(40):
-        found = [each.indices() for each in exchanges(optimizers)]
+        found = [each.indices() for each in optimizers]
         assert all(torch.equal(each, found[0]) for each in found)
         assert found[0].tolist() == draw_indices_reference(count, round(0.02 * count), 9, number)
         seen.append(set(found[0].tolist()))
@@ -101,7 +97,7 @@ def test_the_indices_are_equal_on_all_ranks_and_change_each_round():
     # each index about equally often: 40 * 0.02 times
     assert len(set().union(*seen)) > 0.45 * count
     # at least one
-    assert len(draw_indices(10, exchanges(team(2, pairs(1e-9))[1])[0].num_exchanged, 0, 0)) == 1
+    assert len(draw_indices(10, team(2, pairs(1e-9))[1][0].num_exchanged, 0, 0)) == 1
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 5])
@@ -109,11 +105,11 @@ def test_the_indices_are_equal_on_all_ranks_and_change_each_round():
 def test_bytes_are_as_stated(world_size, dtype):
     _, optimizers = team(world_size, pairs(0.1), dtype=dtype)
     lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
-    count = optimizers[0].flat_params.num_elements
+    count = optimizers[0].flat.num_elements
     idle = 0
     for number in range(2 * world_size):
         found = step(optimizers)
-        matched = {rank for edge in exchanges(optimizers)[0].pairs for rank in edge}
+        matched = {rank for edge in optimizers[0].pairs for rank in edge}
         idle += world_size - len(matched)
         for rank, ledger in enumerate(found.ledgers):
             stated = dtype.itemsize * round(0.1 * count)
@@ -132,7 +128,7 @@ def test_pairs_connect_the_ranks_and_are_equal_on_all(world_size):
     met = []
     for _ in range(30):
         step(optimizers)
-        found = [each.pairs for each in exchanges(optimizers)]
+        found = [each.pairs for each in optimizers]
         assert all(each == found[0] for each in found)
         met.append(found[0])
     for number in range(30 - 2 * window):
@@ -149,8 +145,7 @@ def test_a_measurement_is_not_repeated_after_resuming():
         other.load_state_dict(saved(optimizer.state_dict()))
     found = step(others)
     assert all(ledger.entries["SendReceive"].requests == 1 for ledger in found.ledgers)
-    matchings = [each.matching for each in exchanges([*optimizers, *others])]
-    assert all(np.array_equal(each.bandwidth, matchings[0].bandwidth) for each in matchings)
+    assert all(torch.equal(each.bandwidth, others[0].bandwidth) for each in [*optimizers, *others])
 
 
 def test_a_rank_that_is_not_finite_takes_the_parameters_of_its_peer():
@@ -161,15 +156,15 @@ def test_a_rank_that_is_not_finite_takes_the_parameters_of_its_peer():
         models[1].first.weight[0, 0] = float("nan")
         optimizers[1].state[models[1].rare]["exp_avg"][0] = float("inf")
     train(models, optimizers, 4, 3)
-    (pair,) = [edge for edge in exchanges(optimizers)[0].pairs if 1 in edge]
+    (pair,) = [edge for edge in optimizers[0].pairs if 1 in edge]
     peer = sum(pair) - 1
     assert torch.equal(vector_of(models[1]), vector_of(models[peer]))
     assert all(vector_of(model).isfinite().all() for model in models)
     assert models[1].rare not in optimizers[1].state
     # its peer has taken its own step, without a mean
     others, theirs = train_without
-    for each in exchanges(theirs):
-        each.mean = no_mean
+    for each in theirs:
+        each.gossip = no_gossip
     train(others, theirs, 4, 3)
     assert torch.equal(vector_of(models[peer]), vector_of(others[peer]))
     for rank, optimizer in enumerate(optimizers):
@@ -180,8 +175,8 @@ def test_a_rank_that_is_not_finite_takes_the_parameters_of_its_peer():
     assert all(vector_of(model).isfinite().all() for model in models)
 
 
-def no_mean(values):
-    return None
+def no_gossip(step):
+    return
     yield
 
 
@@ -220,9 +215,9 @@ def test_measured_bandwidths_select_fast_pairs_and_are_renewed():
         # the islands differ from round 10 on
         islands = ISLANDS if number < 10 else np.roll(ISLANDS, 2, (0, 1))
         step(optimizers, links=links_of(1e6 * islands))
-        slow.append(any(islands[edge] == 10 for edge in exchanges(optimizers)[0].pairs))
+        slow.append(any(islands[edge] == 10 for edge in optimizers[0].pairs))
     # one round in about 5 connects the islands
     assert sum(slow[:10]) <= 3
     assert 2 <= sum(slow[10:]) <= 6
-    assert {each.matching.measured_in for each in exchanges(optimizers)} == {20}
-    assert exchanges(optimizers)[0].matching.fast_threshold == pytest.approx(5e7, rel=0.01)
+    assert {each.measured_in for each in optimizers} == {20}
+    assert optimizers[0].fast_threshold == pytest.approx(5e7, rel=0.01)

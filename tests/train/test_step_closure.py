@@ -4,7 +4,7 @@ import pytest
 import torch
 from training import lines, planted
 
-from gcnzc.optim import Averaged, Strategy, fedglomo
+from gcnzc.optim import Averaged, FedGLOMO
 from gcnzc.train import run
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.training_step import StepClosure
@@ -30,8 +30,7 @@ def train_with(monkeypatch, config, folder, wrap):
 
 
 def glomo(**options):
-    recipe = fedglomo(compress=None, **options)
-    return lambda inner, group, **others: Strategy(inner, recipe, group, **others)
+    return lambda inner, group, **others: FedGLOMO(inner, group, compress=None, **options, **others)
 
 
 def test_a_run_learns_with_several_gradients_in_a_step(config, tmp_path, monkeypatch):

@@ -22,7 +22,6 @@ from gcnzc.optim import (
     LocalMethod,
     SparseAdagrad,
     SparseAdam,
-    Strategy,
 )
 from gcnzc.system.array_file import verify_arrays, write_arrays
 from gcnzc.train.checkpoint import RESTORE
@@ -257,7 +256,7 @@ def check_optimizer(
             f"--strategy {config.strategy}: {which}, which this strategy does not support\n\n"
             "hint: omit --strategy, or give the node type features"
         )
-    if isinstance(optimizer, LocalMethod | Strategy) and optimizer.group.world_size > 1:
+    if isinstance(optimizer, LocalMethod) and optimizer.group.world_size > 1:
         raise ValueError(
             f"--strategy {config.strategy} with {optimizer.group.world_size} workers: {which}, "
             "which the workers exchange in each step\n\n"

@@ -17,6 +17,7 @@ and one of the highest colour never waits. Steps do not wait at all.
 Notation: W ranks, n elements of the flat parameter vector.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -27,11 +28,9 @@ from torch import Tensor
 
 from gcnzc.exchange import Abandon, Algorithm, First, Receive, Send, Start, Sum, Wait
 from gcnzc.exchange.topology import Edge, color_edges, neighbors
-from gcnzc.optim.strategy.gossip_graph import GossipGraph
-from gcnzc.optim.strategy.overlapped_control import OverlappedControl
-from gcnzc.optim.strategy.recipe import Exchange
-from gcnzc.optim.strategy.strategy import Strategy
-from gcnzc.optim.strategy.two_variables import TwoVariables
+from gcnzc.kernels.finite import can_be_squared
+from gcnzc.optim.control import namespace
+from gcnzc.optim.gossip import NOT_USABLE, Gossip
 
 MAX_OVERLAPPING = 2
 """the largest number of overlapping exchanges of a rank"""
@@ -79,27 +78,55 @@ class Neighbor:
     """whether the neighbour makes no more offers"""
 
 
-class OverlappedPairs(Exchange):
+class OverlappedGossip(Gossip):
+    """The base class of gossip methods whose exchanges may overlap with the steps, as `Offers`."""
+
+    x: Tensor
+    """(n,): the parameters, which exchanges change"""
+    num_pairs: int
+    """the number of exchanges with a peer that this rank has applied"""
+    credit: float
+    """exchanges that this rank may take part in; each offer or answer subtracts 1"""
+
+    @abstractmethod
+    def exchange_with(self, own: Tensor, other: Tensor) -> None:
+        """Apply an exchange with another rank.
+
+        Args:
+            own: (n,), the parameters of this rank that the other rank has received; older than `x`.
+            other: (n,), the parameters of the other rank in the same exchange.
+        """
+
+    @abstractmethod
+    def replace(self, other: Tensor) -> None:
+        """Replace parameters that are not finite by those (n,) of another rank."""
+
+
+class Offers:
     """Exchanges with neighbours in a graph, overlapped with the steps; see the module docstring.
 
     The tensors of messages are on the host. If the vector of one rank is not finite, that rank
     takes the vector of the other. A lost neighbour raises `WorkerLost` in a step of this rank.
 
     Args:
-        graph: the graph.
-        update: the vectors of this rank.
+        method: the optimizer, which applies the exchanges.
+        edges: the graph.
     """
 
-    def __init__(self, graph: GossipGraph, update: TwoVariables) -> None:
-        self.graph, self.update = graph, update
-        self.credit = 0.0
-        """exchanges that this rank may take part in: each step adds `rate`, and each offer or
-        answer subtracts 1"""
-        self.num_exchanges = 0
-        """the number of exchanges that this rank has applied"""
+    def __init__(self, method: OverlappedGossip, edges: Sequence[Edge]) -> None:
+        self.method = method
         self.generation = 0
         """the number of loaded states"""
+        rank, flat = method.group.rank, method.flat
+        colors, matchings = color_ranks(method.group.world_size, edges), color_edges(edges)
+        self.num_channels = len(matchings)
         self.neighbors: list[Neighbor] = []
+        for number, matching in enumerate(matchings):
+            for pair in (each for each in matching if rank in each):
+                peer = sum(pair) - rank
+                received = torch.zeros(flat.num_elements + EXTRAS, dtype=flat.dtype)
+                makes_offers = colors[rank] < colors[peer]
+                self.neighbors.append(Neighbor(peer, number, makes_offers, received))
         self._forget_messages()
 
     def _forget_messages(self) -> None:
@@ -111,9 +138,6 @@ class OverlappedPairs(Exchange):
         answers that it has sent meanwhile"""
         self.turn = 0
         """the index of the next neighbour that gets an offer"""
-        for each in self.neighbors:
-            each.receive = each.sent = each.send = None
-            each.is_unanswered = each.is_deferred = each.is_closed = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without messages, which belong to this optimizer, not to a copy."""
@@ -126,30 +150,8 @@ class OverlappedPairs(Exchange):
         other._forget_messages()
         return vars(other)
 
-    def attach(self, strategy: Strategy) -> None:
-        """See `RecipePart`."""
-        super().attach(strategy)
-        group, flat_params = strategy.group, strategy.flat_params
-        edges = self.graph.edges(group.world_size)
-        order = color_ranks(group.world_size, edges)
-        matchings = color_edges(edges)
-        self.num_channels = len(matchings)
-        for number, matching in enumerate(matchings):
-            for pair in matching:
-                if group.rank in pair:
-                    peer = sum(pair) - group.rank
-                    received = torch.zeros(
-                        flat_params.num_elements + EXTRAS, dtype=flat_params.dtype
-                    )
-                    makes_offers = order[group.rank] < order[peer]
-                    self.neighbors.append(Neighbor(peer, number, makes_offers, received))
-
-    def describe(self) -> str:
-        """See `Exchange`."""
-        return f"topology={self.graph.topology!r}, asynchronous=True"
-
     def _channel(self, number: int) -> str:
-        return f"{self.strategy.namespace}/gossip {number}"
+        return f"{namespace(self.method)}/gossip {number}"
 
     def open(self) -> Algorithm[None]:
         """Open the channels, and start the receives that are missing."""
@@ -166,55 +168,43 @@ class OverlappedPairs(Exchange):
         """Whether this rank may make an offer now."""
         return self.num_overlapping < MAX_OVERLAPPING and self._next_neighbor() is not None
 
-    def mean(self, values: Tensor) -> Algorithm[Tensor | None]:
-        """See `Exchange`: make an offer; None, since the answer is applied when it arrives."""
+    def make_offer(self) -> Algorithm[None]:
+        """Make an offer to the next neighbour; the answer is applied when it arrives."""
         each = self._next_neighbor()
-        assert each is not None, "the policy has called `can_offer`"
+        assert each is not None, "the caller has called `can_offer`"
         self.turn = (self.neighbors.index(each) + 1) % len(self.neighbors)
-        yield from self._send(each, self._message(values))
+        yield from self._send(each, self._message())
         each.is_unanswered = True
         self.num_unanswered += 1
         self.num_overlapping += 1
-        self.credit -= 1
-        return None
+        self.method.credit -= 1
 
     def process_messages(self) -> Algorithm[None]:
         """Apply the answers and answer the offers that have arrived; does not wait."""
         while (each := (yield from self._first([], 0.0))) is not None:
             yield from self._process(each)
 
-    def pause_exchanges(self) -> Algorithm[None]:
-        """See `RecipePart`; processes messages until all ranks have called this method."""
-        yield from self.open()
-        self.update.observe()
-        control = self.strategy.control
-        assert isinstance(control, OverlappedControl), "the recipe's control is overlapped"
-        others = yield Start(Sum(torch.zeros(1)), control.channel)
+    def process_until(self, others: Any) -> Algorithm[None]:
+        """Process messages until another request has ended."""
         while (each := (yield from self._first([others], None))) is not None:
             yield from self._process(each)
         yield Wait(others)
-        self.update.write()
 
-    def apply_pending(self) -> Algorithm[None]:
-        """See `RecipePart`: end the exchanges with all ranks, until the next step.
+    def close(self) -> Algorithm[None]:
+        """End the exchanges with all ranks, until the next step.
 
         A rank that has all answers sends its neighbours the message that it makes no more offers,
         and waits for that message from each of them.
         """
-        yield from self.open()
-        self.update.observe()
         while self.num_unanswered:
             yield from self._process((yield from self._first([], None)))
         for each in self.neighbors:
-            message = self._message(self.update.x)
-            message[-EXTRAS] = MessageKind.CLOSED
-            yield from self._send(each, message)
+            yield from self._send(each, self._message(MessageKind.CLOSED))
         while not all(each.is_closed for each in self.neighbors):
             yield from self._process((yield from self._first([], None)))
         for each in self.neighbors:
             yield Wait(each.send)
             each.send, each.sent, each.is_closed = None, None, False
-        self.update.write()
 
     def _first(self, others: Sequence[Any], seconds: float | None) -> Algorithm[Any]:
         """Wait for the first message, or for one of the other handles.
@@ -234,14 +224,17 @@ class OverlappedPairs(Exchange):
         turns = [*self.neighbors[self.turn :], *self.neighbors[: self.turn]]
         return next((each for each in turns if each.makes_offers and not each.is_unanswered), None)
 
-    def _message(self, values: Tensor) -> Tensor:
-        """Return a message (n + `EXTRAS`,) on the host with the first n elements of `values`."""
-        count = self.update.num_elements
+    def _message(self, kind: MessageKind | None = None) -> Tensor:
+        """Return a message (n + `EXTRAS`,) on the host with the parameters of this rank."""
+        if kind is None:
+            kind = MessageKind.USABLE if self._is_usable() else MessageKind.UNUSABLE
         message = torch.empty_like(self.neighbors[0].received)
-        message[:count] = values[:count]
-        message[count] = MessageKind.USABLE if self.update.is_usable() else MessageKind.UNUSABLE
-        message[count + 1] = self.generation
+        message[:-EXTRAS] = self.method.x
+        message[-EXTRAS], message[-1] = kind, self.generation
         return message
+
+    def _is_usable(self) -> bool:
+        return bool(can_be_squared(self.method.x))
 
     def _start_receive(self, each: Neighbor) -> Algorithm[None]:
         each.receive = yield Start(Receive(each.received, each.peer), self._channel(each.number))
@@ -288,12 +281,10 @@ class OverlappedPairs(Exchange):
                 yield from self._answer(other)
 
     def _answer(self, each: Neighbor) -> Algorithm[None]:
-        answer = self._message(self.update.x)
-        if int(each.received[-1]) != self.generation:
-            answer[-EXTRAS] = MessageKind.VOID
-        yield from self._send(each, answer)
+        is_void = int(each.received[-1]) != self.generation
+        yield from self._send(each, self._message(MessageKind.VOID if is_void else None))
         self._apply(each)
-        self.credit -= 1
+        self.method.credit -= 1
         self.num_overlapping += self.num_unanswered > 0
         yield from self._start_receive(each)
 
@@ -304,19 +295,17 @@ class OverlappedPairs(Exchange):
         kinds = [int(message[-EXTRAS]) for message in (own, other)]
         if MessageKind.VOID in kinds or own[-1] != other[-1] or own[-1] != self.generation:
             return
-        self.num_exchanges += 1
-        device, count = self.update.x.device, self.update.num_elements
+        self.method.num_pairs += 1
+        device = self.method.x.device
         if all(kind == MessageKind.USABLE for kind in kinds):
-            self.update.exchange(own[:count].to(device), other[:count].to(device))
+            self.method.exchange_with(own[:-EXTRAS].to(device), other[:-EXTRAS].to(device))
             return
-        for rank, kind in zip((self.strategy.group.rank, each.peer), kinds, strict=True):
+        for rank, kind in zip((self.method.group.rank, each.peer), kinds, strict=True):
             if kind != MessageKind.USABLE:
-                self.strategy.record_drop(
-                    f"the parameters of rank {rank} are not finite or too large"
-                )
+                self.method.note_drop(f"the parameters of rank {rank} are {NOT_USABLE}")
         # the parameters of this rank may have been replaced since the offer
-        if kinds[1] == MessageKind.USABLE and not self.update.is_usable():
-            self.update.replace(other[:count].to(device))
+        if kinds[1] == MessageKind.USABLE and not self._is_usable():
+            self.method.replace(other[:-EXTRAS].to(device))
 
 
 def color_ranks(world_size: int, edges: Sequence[Edge]) -> list[int]:

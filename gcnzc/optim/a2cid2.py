@@ -1,0 +1,374 @@
+"""A2CiD2: gossip in pairs of ranks, accelerated by a second vector of each rank.
+
+Each rank takes local steps, and averages its parameters x with those of one neighbour at a time.
+Its second vector x~ reduces the differences between ranks faster, as if they exchanged more often:
+
+    mixing, for a time t      e = exp(-2 eta t);  (x, x~) <- (x + c (x~ - x), x~ - c (x~ - x)),
+                              c = (1 - e) / 2
+    gradient                  x' = InnerOpt(x, g);  (x, x~) <- (x', x~ + (x' - x))
+    exchange of ranks i, j    d = x_i - x_j;  x_i <- x_i - d / 2,  x~_i <- x~_i - alpha~ d
+
+    eta = 1 / (2 sqrt(chi_1 chi_2)),  alpha~ = sqrt(chi_1 / chi_2) / 2
+
+as in Nabli, Belilovsky and Oyallon, "A2CiD2: Accelerating Asynchronous Communication in
+Decentralized Deep Learning" (2023, https://arxiv.org/abs/2306.08289). chi_1 and chi_2 are
+constants of the graph and its rates; see `gcnzc.exchange.topology`. Mixing solves the differential
+equation of x and x~. It preserves x + x~, and commutes with a gradient event. An exchange preserves
+the sums over both ranks.
+
+Notation: n elements of the flat parameter vector.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gcnzc.exchange import Algorithm, Group, Now, Start, Sum
+from gcnzc.exchange.topology import (
+    Edge,
+    color_edges,
+    find_peer,
+    inverse_connectivity,
+    laplacian,
+    maximal_resistance,
+)
+from gcnzc.optim.control import OverlappedControl
+from gcnzc.optim.defaults import MAX_GOSSIP_RATE
+from gcnzc.optim.finite_gradients import delete_nonfinite_state
+from gcnzc.optim.gossip import GossipGraph
+from gcnzc.optim.local_method import Fragment
+from gcnzc.optim.method import identify_caller
+from gcnzc.optim.offers import MAX_OVERLAPPING, Offers, OverlappedGossip
+from gcnzc.optim.state import Field, Number, Vector
+from gcnzc.optim.validation import check_above_zero, check_at_least_zero
+from gcnzc.system.arguments import check_flag
+
+RATE_WEIGHT = 0.1
+"""the weight of the newest step in the moving average of the exchanges per step"""
+MAX_TIME = 10.0
+"""limit of the mixing time after a step, in steps; it applies after a pause of the process"""
+
+
+class A2CiD2(OverlappedGossip):
+    """A2CiD2: take local steps, and exchange with neighbours in a graph, with a momentum.
+
+    With `asynchronous=False` the ranks exchange in rounds of pairs, and a rank waits for its peer.
+    A run is reproducible bit for bit, even if it is resumed. With `asynchronous=True` exchanges are
+    overlapped with the steps, and a rank does not wait for others before `average_parameters` or
+    `finalize`. Use it if ranks differ in speed, or if exchanges take a large fraction of the time.
+    All ranks still take the same number of steps. A saved state does not contain pending exchanges,
+    so the mean of the ranks' parameters changes slightly when the state is loaded.
+
+    The momentum reduces the differences between ranks if the graph has many hops, as a ring has. In
+    a complete graph, and between two ranks, it has no benefit.
+
+    Gradients are not averaged: use the learning rate of a single rank, or scale it as for large
+    batches.
+
+    Args:
+        inner: the optimizer of torch that takes the local steps.
+        group: the ranks that communicate; see `DistributedOptimizer`.
+        topology: the graph of the ranks: "ring", "exponential", "complete", a regular graph such
+            as "4-regular", or edges (i, j) that connect all ranks. A rank exchanges with its
+            neighbours in the graph only.
+        gossip_rate: the number of exchanges per rank and step, at most 1,000, because a step takes
+            the time of all its exchanges. With `asynchronous=True` it is an upper limit: an
+            exchange takes at least a step.
+        asynchronous: whether exchanges are overlapped with the steps.
+        eta: replaces the constant of the graph; 0 for gossip without momentum, which needs no
+            memory for x~. None for the constant of the graph.
+        control_interval: the number of steps from one sum of the signals and comparison of options
+            over all ranks to the next. With `asynchronous=True` the sums are overlapped.
+        options: the options of `DistributedOptimizer`.
+
+    Raises:
+        ValueError: an option is out of range, or there is no such graph of so many ranks.
+    """
+
+    x: Tensor
+    """(n,): the parameters, which the events of a step change"""
+    second: Tensor | None
+    """(n,): x~; None without momentum"""
+    measured_rate: float
+    """with `asynchronous`, exchanges per step, a moving average"""
+    step_s: float
+    """with `asynchronous`, the duration of a step, in seconds; 0 until it is measured"""
+    compared_options = (
+        *("topology", "gossip_rate", "asynchronous", "eta"),
+        *OverlappedGossip.compared_options,
+    )
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        group: Group | None = None,
+        *,
+        topology: str | Sequence[Edge] = "ring",
+        gossip_rate: float = 1.0,
+        asynchronous: bool = False,
+        eta: float | None = None,
+        control_interval: int = 10,
+        **options: Any,
+    ) -> None:
+        check_above_zero("gossip_rate", gossip_rate, MAX_GOSSIP_RATE)
+        check_flag("asynchronous", asynchronous)
+        if eta is not None:
+            check_at_least_zero("eta", eta)
+        self.topology, self.gossip_rate, self.eta = GossipGraph(topology), gossip_rate, eta
+        self.asynchronous = asynchronous
+        # ranks that do not wait for each other make their offers at different steps
+        self.is_uniform = not asynchronous
+        self.last_s: float | None = None
+        """when the last step ended; None after a pause"""
+        super().__init__(inner, group, control_interval=control_interval, **options)
+
+    def start(self) -> None:
+        """See `DistributedOptimizer`."""
+        world_size = self.group.world_size
+        edges = self.topology.edges(world_size)
+        self.matchings = color_edges(edges)
+        """the matchings of the rounds, so that each edge is used equally often"""
+        if self.asynchronous:
+            rates = self.topology.rates(world_size, self.gossip_rate)
+        else:
+            rates = dict.fromkeys(edges, self.gossip_rate / max(1, len(self.matchings)))
+        self.momentum = compute_momentum(world_size, rates, self.eta)
+        super().start()
+
+    def declare(self) -> list[Field]:
+        """See `DistributedOptimizer`."""
+        own: dict[str, Any] = {"kind": "local", "resize": "mean"}
+        return [
+            *super().declare(),
+            Vector(
+                self, "second", self.flat.num_elements, is_optional=True, may_overflow=True, **own
+            ),
+            Number(self, "num_pairs", **own),
+            Number(self, "step_s", 0.0, **own),
+            Number(self, "measured_rate", float(self.gossip_rate), **own),
+            Number(self, "credit", 0.0, least=-math.inf, **own),
+        ]
+
+    def connect(self) -> None:
+        """See `DistributedOptimizer`."""
+        self.x = self.flat.zeros()[:0]
+        if self.asynchronous and self.group.world_size > 1:
+            self.offers = Offers(self, self.topology.edges(self.group.world_size))
+            self.control = OverlappedControl(self, self.control_interval)
+        super().connect()
+
+    def restart(self) -> None:
+        """See `LocalMethod`."""
+        self.x = self.parameters
+        self.second = self.x.clone() if self.momentum.eta else None
+
+    def on_load(self) -> None:
+        """See `DistributedOptimizer`."""
+        second = self.second
+        super().on_load()
+        if not self.is_inner_only:
+            self.restart()
+        # a state that was saved without momentum has no x~
+        if self.second is not None and second is not None:
+            self.second = second
+        self.last_s = None
+        if self.asynchronous and self.group.world_size > 1:
+            # exchanges with parameters from before the load are ignored
+            self.offers.generation += 1
+            self.control.step = self.steps
+            self.num_before = self.num_pairs
+
+    # --- the events
+
+    def local_step(self) -> None:
+        """See `LocalMethod`: the gradient event of x; that of x~ follows in `exchange`."""
+        if not self.is_inner_only:
+            self.flat.read_parameters(self.x)
+        super().local_step()
+
+    @torch.no_grad()
+    def apply_gradient(self) -> None:
+        """Read the parameters after the local step: the gradient event."""
+        after = self.flat.read_parameters(self.flat.scratch())
+        if self.second is not None:
+            for here, _ in self.flat.tiles():
+                self.second[here].add_(after[here] - self.x[here])
+        self.x.copy_(after)
+
+    @torch.no_grad()
+    def mix(self, time: float) -> None:
+        """Mix x and x~ for a time in units of a step."""
+        if self.second is None or time <= 0:
+            return
+        share = -math.expm1(-2 * self.momentum.eta * time) / 2
+        for here, _ in self.flat.tiles():
+            moved = (self.second[here] - self.x[here]).mul_(share)
+            self.x[here].add_(moved)
+            self.second[here].sub_(moved)
+
+    def read(self, fragment: Fragment, out: Tensor) -> None:
+        """See `LocalMethod`: x."""
+        out.copy_(self.x)
+
+    @torch.no_grad()
+    def apply(self, fragment: Fragment, mean: Tensor) -> Algorithm[None]:
+        """See `LocalMethod`: the exchange event, of which x becomes the mean of both ranks."""
+        if not fragment.is_finite:
+            self.replace(mean)
+            return
+        if self.second is not None:
+            for here, _ in self.flat.tiles():
+                # x - mean is half of the difference
+                half = self.x[here] - mean[here]
+                self.second[here].add_(half, alpha=-2 * self.momentum.alpha)
+        self.x.copy_(mean)
+        return
+        yield
+
+    @torch.no_grad()
+    def exchange_with(self, own: Tensor, other: Tensor) -> None:
+        """See `OverlappedGossip`: the exchange event of parameters that may be older than x."""
+        for here, _ in self.flat.tiles():
+            difference = own[here] - other[here]
+            self.x[here].add_(difference, alpha=-0.5)
+            if self.second is not None:
+                self.second[here].add_(difference, alpha=-self.momentum.alpha)
+
+    def replace(self, other: Tensor) -> None:
+        """See `OverlappedGossip`."""
+        self.x.copy_(other)
+        if self.second is not None:
+            self.second.copy_(other)
+        delete_nonfinite_state(self.state, self.flat.parameters)
+
+    # --- when the ranks exchange
+
+    def gossip(self, step: int) -> Algorithm[None]:
+        """See `Gossip`: the events of the time from `step` - 1 to `step`."""
+        yield from self._make_offers() if self.asynchronous else self._take_rounds(step - 1)
+        self.flat.write_parameters(self.x)
+
+    def _take_rounds(self, begin: int) -> Algorithm[None]:
+        """Exchange in rounds; round r, from 0, is at time (r + 1/2) / rate."""
+        now = 0.0
+        self.apply_gradient()
+        for number in range(self._rounds_until(begin), self._rounds_until(begin + 1)):
+            time = (number + 0.5) / self.gossip_rate - begin
+            self.mix(time - now)
+            now = time
+            pairs = self.matchings[number % len(self.matchings)]
+            peer = find_peer(pairs, self.group.rank)
+            self.num_pairs += peer is not None
+            yield from self.average_pair(peer)
+        self.mix(1.0 - now)
+
+    def _rounds_until(self, step: int) -> int:
+        """Return the number of rounds in the steps up to this one."""
+        return math.floor(self.gossip_rate * step + 0.5)
+
+    def _make_offers(self) -> Algorithm[None]:
+        """Process messages and make offers; see `Offers`.
+
+        The unit of time is the duration of a step of this rank: an exponential moving average, in
+        which the newest step has the weight 1/2. eta is proportional to the exchanges per step, and
+        was computed for `gossip_rate` of them. If fewer exchanges end, mixing is reduced in
+        proportion.
+        """
+        offers, rate = self.offers, self.gossip_rate
+        yield from offers.open()
+        self.apply_gradient()
+        time = self._time_since_last((yield Now()))
+        self.mix(time * min(1.0, self.measured_rate / rate))
+        yield from offers.process_messages()
+        self.credit = min(max(self.credit, -MAX_OVERLAPPING) + rate, MAX_OVERLAPPING)
+        while self.credit >= 0 and offers.can_offer():
+            self.num_exchanges += 1
+            yield from offers.make_offer()
+        applied, self.num_before = self.num_pairs - self.num_before, self.num_pairs
+        self.measured_rate += RATE_WEIGHT * (applied - self.measured_rate)
+
+    num_before = 0
+    """`num_pairs` at the end of the last step"""
+
+    def _time_since_last(self, now: float) -> float:
+        """Return the time since the last call in steps, and update the duration of a step."""
+        last, self.last_s = self.last_s, now
+        if last is None or now <= last:
+            return 1.0
+        elapsed = now - last
+        self.step_s = (self.step_s + elapsed) / 2 if self.step_s else elapsed
+        return min(elapsed / self.step_s, MAX_TIME)
+
+    # --- signals, and collectives of all ranks, if the ranks do not wait for each other
+
+    def exchange(self, step: int) -> Algorithm[None]:
+        """See `LocalMethod`."""
+        if not self.asynchronous:
+            yield from super().exchange(step)
+            return
+        self.control.step = step
+        yield from self.gossip(step)
+        yield from self.control.after_step()
+
+    @identify_caller
+    def pause_exchanges_algorithm(self) -> Algorithm[None]:
+        """See `LocalMethod`; processes messages until all ranks have called this method."""
+        yield from super().pause_exchanges_algorithm()
+        if self.asynchronous and not self.is_inner_only:
+            # the pause does not count as the time of a step
+            self.last_s = None
+            yield from self.offers.open()
+            self.flat.read_parameters(self.x)
+            others = yield Start(Sum(torch.zeros(1)), self.control.channel)
+            yield from self.offers.process_until(others)
+            self.flat.write_parameters(self.x)
+            yield from self.control.finish_sums()
+
+    def apply_pending_algorithm(self) -> Algorithm[None]:
+        """See `LocalMethod`: end the exchanges with all ranks, until the next step."""
+        if self.asynchronous:
+            yield from self.offers.open()
+            self.flat.read_parameters(self.x)
+            yield from self.offers.close()
+            self.flat.write_parameters(self.x)
+
+    @property
+    def state_bytes(self) -> int:
+        """See `DistributedOptimizer`; includes x, which is kept so that events need no memory."""
+        return super().state_bytes + self.x.nbytes
+
+
+@dataclass(frozen=True)
+class MomentumConstants:
+    """The constants of A2CiD2's momentum, from section 3 of Nabli, Belilovsky and Oyallon (2023).
+
+    `compute_momentum` computes them from a graph.
+    """
+
+    eta: float
+    """how fast x and x~ mix, per step; 0 for gossip without momentum"""
+    alpha: float
+    """alpha~, the factor of an exchange's difference in x~; it is 1/2 in x"""
+
+
+def compute_momentum(
+    world_size: int, rates: Mapping[Edge, float], eta: float | None = None
+) -> MomentumConstants:
+    """Return the constants for exchanges at given rates over the edges of a connected graph.
+
+    Args:
+        world_size: W.
+        rates: the exchanges per step of each edge.
+        eta: replaces the computed value; None to compute it.
+    """
+    if world_size == 1 or eta == 0:
+        return MomentumConstants(0.0, 0.5)
+    matrix = laplacian(world_size, rates, rates)
+    chi_1, chi_2 = inverse_connectivity(matrix), maximal_resistance(matrix, rates)
+    computed = 1 / (2 * (chi_1 * chi_2) ** 0.5)
+    return MomentumConstants(computed if eta is None else eta, (chi_1 / chi_2) ** 0.5 / 2)

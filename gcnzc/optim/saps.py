@@ -1,0 +1,280 @@
+"""SAPS-PSGD: average a few parameters with one peer, preferably one with a fast link.
+
+    M_t  <- matching of fast pairs that keeps the ranks connected over time
+    c_t  <- random indices of a fraction p of the parameters, equal on all ranks
+    x_i  <- InnerOpt(x_i, gradient of rank i)        a local step
+    x_i[c_t] <- (x_i[c_t] + x_j[c_t]) / 2            (i, j) in M_t
+
+as in Tang, Shi and Chu, "Communication-Efficient Decentralized Learning with Sparsification and
+Adaptive Peer Selection" (2020, https://arxiv.org/abs/2002.09692). In the paper an index is
+exchanged with probability p; here the number of indices is fixed. All ranks compute the matching
+from the seed, the round and the bandwidths, so there is no coordinator.
+
+Notation: W ranks, n parameters, p their exchanged fraction, k their exchanged number, B (W, W)
+bandwidths.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, Group, Now, SendReceive
+from gcnzc.exchange.topology import (
+    NEVER,
+    Edge,
+    Matrix,
+    bandwidth_matching,
+    bottleneck_threshold,
+    find_peer,
+    round_robin,
+)
+from gcnzc.kernels.codec.random_indices import draw_indices
+from gcnzc.optim.gossip import Gossip
+from gcnzc.optim.state import Field, Number, Vector
+from gcnzc.optim.validation import check_count, check_range
+from gcnzc.system.arguments import describe
+
+PROBE_BYTES = 1 << 20
+"""default size of a message of `measure_bandwidths`"""
+
+
+class SAPS(Gossip):
+    """SAPS-PSGD: average a fraction of the parameters with one peer at a time.
+
+    Each exchange sends `density` * n values, without indices, to one rank. With an odd number of
+    ranks, the ranks are idle in turn.
+
+    Each parameter is averaged in a fraction `density` of the exchanges. With a small `density`, the
+    parameters of the ranks remain different. Their final mean is then a worse model in a short run,
+    or if the ranks have different data.
+
+    Args:
+        inner: the optimizer of torch that takes the local steps.
+        group: the ranks that communicate; see `DistributedOptimizer`.
+        density: p, the fraction of the parameters of an exchange, in (0, 1]; at least one is
+            exchanged.
+        bandwidth: (W, W), the bandwidth of each pair of ranks in any unit, the same matrix on all
+            ranks; 0 for pairs that cannot communicate. The lower one of (i, j) and (j, i) counts.
+            None for equal bandwidths, or to measure them with `probe_interval`.
+        probe_interval: measure the bandwidths in bytes per second before the first exchange, and
+            again every `probe_interval` exchanges, in place of `bandwidth`. A measurement exchanges
+            1 MiB between all pairs; the runs are no longer reproducible. None to not measure.
+        seed: random seed of the pairs and indices.
+        local_steps: the number of local steps from one exchange to the next, or "auto".
+        control_interval: the number of steps from one sum of signals over all ranks to the next.
+        options: see `LocalMethod`.
+
+    Raises:
+        ValueError: an option is out of range, or `bandwidth` is not a matrix of numbers from 0 on
+            for this number of ranks.
+    """
+
+    last_met: Tensor
+    """(W W,) int64: the last round in which two ranks were a pair, or `NEVER`; the same on all"""
+    bandwidth: Tensor | None
+    """(W W,) float64: the measured bandwidths; None if there was no measurement"""
+    measured_in: int
+    """the round of the last measurement, or `NEVER`"""
+    compared_options = (
+        *("density", "given_bandwidth", "probe_interval", "seed"),
+        *Gossip.compared_options,
+    )
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        group: Group | None = None,
+        *,
+        density: float = 0.01,
+        bandwidth: Tensor | NDArray[Any] | Sequence[Sequence[float]] | None = None,
+        probe_interval: int | None = None,
+        seed: int = 0,
+        local_steps: int | str = 1,
+        control_interval: int = 10,
+        **options: Any,
+    ) -> None:
+        check_range(
+            "density",
+            density,
+            lambda share: 0 < share <= 1,
+            "the fraction of elements to exchange, above 0 and at most 1",
+        )
+        check_count("seed", seed)
+        if probe_interval is not None:
+            check_count("probe_interval", probe_interval, 1)
+        if bandwidth is not None and probe_interval is not None:
+            raise ValueError(
+                "both bandwidth and probe_interval are given\n\nhint: give the bandwidths, or "
+                "measure them"
+            )
+        self.density, self.probe_interval, self.seed = density, probe_interval, seed
+        self.given = None if bandwidth is None else _read_matrix(bandwidth)
+        self.pairs: list[Edge] = []
+        """the pairs of ranks in the last exchange, equal on all ranks"""
+        options |= {"local_steps": local_steps, "control_interval": control_interval}
+        super().__init__(inner, group, **options)
+        self._find_threshold()
+
+    @property
+    def given_bandwidth(self) -> str:
+        """The size and a hash of the given bandwidths, which all ranks must have."""
+        if self.given is None:
+            return "None"
+        return f"{self.given.shape} {hashlib.sha256(self.given.tobytes()).hexdigest()[:8]}"
+
+    def declare(self) -> list[Field]:
+        """See `DistributedOptimizer`; for another number of ranks, the pairs begin again.
+
+        Raises:
+            ValueError: the given bandwidths are those of another number of ranks.
+        """
+        world_size = self.group.world_size
+        if self.given is not None and len(self.given) != world_size:
+            raise ValueError(
+                f"bandwidths of {len(self.given)} ranks for {world_size} ranks\n\n"
+                "hint: give a matrix with a row and a column for each rank"
+            )
+        matrix: dict[str, Any] = {"size": world_size**2, "on_host": True}
+        again: dict[str, Any] = {"kind": "local", "resize": "drop", "least": NEVER}
+        return [
+            *super().declare(),
+            Vector(self, "last_met", **matrix, dtype=torch.int64, initial=NEVER, **again),
+            Vector(self, "bandwidth", **matrix, dtype=torch.float64, is_optional=True, **again),
+            Number(self, "measured_in", NEVER, **again),
+        ]
+
+    def on_load(self) -> None:
+        """See `DistributedOptimizer`."""
+        super().on_load()
+        if self.probe_interval is None:
+            self.bandwidth, self.measured_in = None, NEVER
+        self._find_threshold()
+
+    def gossip(self, step: int) -> Algorithm[None]:
+        """See `Gossip`: an exchange after every `local_steps` steps."""
+        (interval,) = self.fragments
+        if step - interval.started >= self.local_steps:
+            interval.started = step
+            yield from self.sync_interval.time_exchange(self._average())
+
+    def _average(self) -> Algorithm[None]:
+        self.pairs = yield from self._choose_pairs(self.num_exchanges)
+        yield from self.average_pair(find_peer(self.pairs, self.group.rank), self.indices())
+
+    def _choose_pairs(self, number: int) -> Algorithm[list[Edge]]:
+        """Return the pairs of a round; communicates only to measure bandwidths."""
+        group, interval = self.group, self.probe_interval
+        if interval and (self.measured_in == NEVER or number >= self.measured_in + interval):
+            device = self.flat.device
+            measured = yield from measure_bandwidths(group.rank, group.world_size, device=device)
+            self.bandwidth, self.measured_in = torch.from_numpy(measured).flatten(), number
+            self._find_threshold()
+        last_met = self.last_met.view(group.world_size, -1)
+        pairs = bandwidth_matching(
+            self.matrix,
+            last_met.numpy(),
+            self.seed,
+            round=number,
+            # the least with which any 2 * `window` exchanges are guaranteed to connect all ranks
+            window=(group.world_size + 1) // 2,
+            threshold=self.fast_threshold,
+        )
+        for low, high in pairs:
+            last_met[low, high] = last_met[high, low] = number
+        return pairs
+
+    @property
+    def matrix(self) -> Matrix:
+        """B: the current bandwidths, symmetric, equal on all ranks."""
+        world_size = self.group.world_size
+        if self.bandwidth is not None:
+            return np.asarray(self.bandwidth.view(world_size, world_size).numpy())
+        if self.given is not None:
+            return self.given
+        return np.ones((world_size, world_size)) - np.eye(world_size)
+
+    def _find_threshold(self) -> None:
+        self.fast_threshold = bottleneck_threshold(self.matrix)
+        """the bandwidth from which a pair is fast"""
+
+    @property
+    def num_exchanged(self) -> int:
+        """k, the number of exchanged elements."""
+        count = self.flat.num_elements
+        return min(max(round(self.density * count), 1), count)
+
+    def indices(self) -> Tensor | None:
+        """Return the indices (k,) of the next exchange, equal on all ranks; None for all."""
+        count = self.flat.num_elements
+        if self.num_exchanged == count:
+            return None
+        found = draw_indices(count, self.num_exchanged, self.seed, self.num_exchanges)
+        return found.to(self.flat.device)
+
+
+def measure_bandwidths(
+    rank: int, world_size: int, num_bytes: int = PROBE_BYTES, device: torch.device | None = None
+) -> Algorithm[Matrix]:
+    """Measure the bandwidth between all pairs of ranks, which exchange a message of zeros.
+
+    All pairs of a round exchange at the same time, as in a decentralized algorithm, so a link that
+    several pairs share is measured with their traffic. There are W - 1 rounds, or W if W is odd.
+    Each begins with an all-gather, so that all ranks start at about the same time. A bandwidth
+    includes the latency of a message.
+
+    Args:
+        rank: this rank.
+        world_size: W.
+        num_bytes: the size of a message.
+        device: the device of the messages; the CPU if None.
+
+    Returns:
+        (W, W): bytes per second in each direction, the lower one of the measurements of both ranks;
+        equal on all ranks. 0 on the diagonal.
+    """
+    own = torch.zeros(world_size, dtype=torch.float64, device=device)
+    sent = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    for matching in round_robin(world_size):
+        peer = find_peer(matching, rank)
+        yield AllGatherScalar(0)
+        began = yield Now()
+        received = yield SendReceive(sent, rank if peer is None else peer)
+        if received.is_cuda:
+            # wait until it has been received
+            int(received[-1])
+        ended = yield Now()
+        if peer is not None:
+            # at least a nanosecond, so that a link without limits has a finite bandwidth
+            own[peer] = num_bytes / max(ended - began, 1e-9)
+    measured = (yield AllGather(own)).cpu().numpy()
+    return np.asarray(np.minimum(measured, measured.T))
+
+
+def _read_matrix(bandwidth: Any) -> Matrix:
+    """Return bandwidths of the caller as a symmetric matrix (W, W) with a diagonal of 0."""
+    found = bandwidth.detach().cpu().numpy() if isinstance(bandwidth, Tensor) else bandwidth
+    hint = "hint: give a matrix with a row and a column for each rank, of finite numbers from 0 on"
+    try:
+        matrix = np.array(found, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"bandwidth is {describe(bandwidth)}, not a matrix of numbers\n\n{hint}"
+        ) from None
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+        raise ValueError(f"bandwidth has the shape {matrix.shape}\n\n{hint}")
+    np.fill_diagonal(matrix, 0)
+    if not ((matrix >= 0) & np.isfinite(matrix)).all():
+        raise ValueError(f"bandwidth has a number that is negative, infinite or NaN\n\n{hint}")
+    matrix = np.minimum(matrix, matrix.T)
+    if len(matrix) > 1 and not matrix.any():
+        raise ValueError(
+            "bandwidth is 0 for every pair of ranks, so that no pair could exchange\n\nhint: give "
+            "a bandwidth above 0 in both directions of at least one pair"
+        )
+    return matrix
