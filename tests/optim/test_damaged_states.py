@@ -1,6 +1,7 @@
 """Damaged states of strategies are rejected with the name of what is damaged, and not loaded."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -109,7 +110,9 @@ def test_a_state_without_a_tensor_is_rejected_and_nothing_is_loaded(name):
     before = bits_of(models[1], others[1])
     found = optimizers[1].snapshot()
     for section in SECTIONS:
-        for each in REQUIRED & set(found[section]):
+        # FedGLOMO has no momentum before the first mean
+        optional = {"momentum"} if name == "fedglomo" else set()
+        for each in (REQUIRED - optional) & set(found[section]):
             state = copy.deepcopy(found)
             delete(state[section], each)
             with pytest.raises(ValueError, match=r"(?s)the state .*\n\nhint: "):
@@ -133,14 +136,13 @@ def test_a_state_without_a_number_or_a_text_is_rejected_and_nothing_is_loaded(na
     assert bits_of(models[1], others[1]) == before
 
 
-@pytest.mark.parametrize("each", ["counters", "num_exchanges"])
-def test_counters_that_are_not_finite_are_rejected_and_nothing_is_loaded(each):
+def test_numbers_that_are_not_finite_are_rejected_and_nothing_is_loaded():
     _, optimizers = make("backup-workers", 6)
     models, others = make("backup-workers", 2)
     before = bits_of(models[1], others[1])
     state = copy.deepcopy(optimizers[1].snapshot())
-    state["local"][each].fill_(torch.nan)
-    with pytest.raises(ValueError, match=rf"^{each} of the state has elements that are not finite"):
+    state["local"]["rounds"][0] = math.nan
+    with pytest.raises(ValueError, match=r"^rounds of the state is .*nan"):
         others[1].load_state_dict(state)
     assert bits_of(models[1], others[1]) == before
 
