@@ -128,6 +128,7 @@ class FedGLOMO(LocalMethod):
         self.round_weight, self.local_momentum = round_weight, local_momentum
         self.participants, self.seed = participants, seed
         self.main, self.second = Trajectory("main"), Trajectory("second")
+        self.momentum = self.previous = None
         self.closure: Callable[[], Any] | None = None
         """the closure of the next step. `step` sets it; a caller that runs `algorithm` itself sets
         it before"""
@@ -161,7 +162,15 @@ class FedGLOMO(LocalMethod):
             for each in (self.main, self.second)
             for name in ("point", "before", "velocity")
         ]
-        vectors = [Vector(self, name, count, is_optional=True) for name in ("momentum", "previous")]
+        # a state has both, or neither before the first mean
+        vectors = [
+            Vector(
+                self, "momentum", count, exists=lambda values: values.get("previous") is not None
+            ),
+            Vector(
+                self, "previous", count, exists=lambda values: values.get("momentum") is not None
+            ),
+        ]
         round_number = Number(self, "round")
         return [
             *super().declare(),

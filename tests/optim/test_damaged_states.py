@@ -110,9 +110,7 @@ def test_a_state_without_a_tensor_is_rejected_and_nothing_is_loaded(name):
     before = bits_of(models[1], others[1])
     found = optimizers[1].snapshot()
     for section in SECTIONS:
-        # FedGLOMO has no momentum before the first mean
-        optional = {"momentum"} if name == "fedglomo" else set()
-        for each in (REQUIRED - optional) & set(found[section]):
+        for each in REQUIRED & set(found[section]):
             state = copy.deepcopy(found)
             delete(state[section], each)
             with pytest.raises(ValueError, match=r"(?s)the state .*\n\nhint: "):
