@@ -43,8 +43,7 @@ def pack_state(
     """
     numbered: list[dict[str, Any]] = []
     state: dict[int, dict[str, Any]] = {}
-    shared = snapshot["shared"]
-    step = shared.get("numbers", shared).get("steps", 0)
+    step = snapshot["shared"]["steps"]
     first = 0
     for group in groups:
         parameters = group["params"]
@@ -55,7 +54,7 @@ def pack_state(
         numbered.append({**group, "params": numbers})
     shard = shard_name(each for group in groups for each in group["params"])
     common = {name: value for name, value in snapshot.items() if name in COMMON_KEYS}
-    excluded = (*COMMON_KEYS, "param_groups") if "resize" in snapshot else COMMON_KEYS
+    excluded = (*COMMON_KEYS, "param_groups")
     own = {name: value for name, value in snapshot.items() if name not in excluded}
     own_key = OWN.format(rank=snapshot["rank"], world_size=snapshot["world_size"])
     holder = state.setdefault(min(state, default=0), {})
@@ -159,30 +158,7 @@ def unpack_state(
             "hint: load the complete result of `state_dict` on this rank"
         )
     snapshot = {**_from_bytes(holder[common]), **_from_bytes(found[next(iter([*wanted, *found]))])}
-    if "resize" in snapshot:
-        return {**snapshot, "param_groups": state_dict.get("param_groups")}
-    kind = snapshot.pop("optimizer")
-    if optimizer and kind != optimizer:
-        raise ValueError(
-            f"the state of {kind}, not of {optimizer}\n\nhint: load it into the type of optimizer "
-            "that saved it"
-        )
-    # options may have been changed in the `param_groups` of the state dict
-    groups = snapshot.get("inner", snapshot)["param_groups"]
-    others = state_dict.get("param_groups", ())
-    if not isinstance(others, list | tuple) or not all(isinstance(o, Mapping) for o in others):
-        raise ValueError(
-            f"param_groups of the state dict is {describe(others)}, not a list of mappings\n\n"
-            "hint: load the complete result of `state_dict`"
-        )
-    if len(others) != len(groups):
-        raise ValueError(
-            f"the state has {len(others)} parameter groups, but was saved with {len(groups)}\n\n"
-            "hint: load the complete result of `state_dict`"
-        )
-    for group, other in zip(groups, others, strict=True):
-        group.update({name: value for name, value in other.items() if name != "params"})
-    return snapshot
+    return {**snapshot, "param_groups": state_dict.get("param_groups")}
 
 
 def _count_ranks(state_dict: Mapping[str, Any]) -> int:
@@ -281,22 +257,17 @@ def resize_state(states: Sequence[Mapping[str, Any]], rank: int, world_size: int
     first = dict(states[0])
     first |= {"rank": rank, "world_size": world_size}
     first.setdefault(RESIZED_FROM, len(states))
-    if "resize" in first:
-        # some ranks may have no value, such as those that do not take part in a round
-        found = {
-            name: [state["local"][name] for state in states if name in state["local"]]
-            for name, rule in first["resize"].items()
-            if rule != "drop"
-        }
-        first["local"] = {
-            name: _convert(first["resize"][name], values, rank)
-            for name, values in found.items()
-            if values
-        }
-    else:
-        first["local"] = _mean([state["local"] for state in states])
-    if "inner" in first:
-        first["inner"] = _mean([state["inner"] for state in states])
+    # some ranks may have no value, such as those that do not take part in a round
+    found = {
+        name: [state["local"][name] for state in states if name in state["local"]]
+        for name, rule in first["resize"].items()
+        if rule != "drop"
+    }
+    first["local"] = {
+        name: _convert(first["resize"][name], values, rank)
+        for name, values in found.items()
+        if values
+    }
     first["shards"] = {
         name: _take_shard(torch.cat([state["shards"][name] for state in states]), rank, world_size)
         for name in first["shards"]
@@ -310,8 +281,6 @@ def resize_state(states: Sequence[Mapping[str, Any]], rank: int, world_size: int
 
 def _plain_values(shared: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the values of a state that are no tensors, which are equal on all ranks."""
-    if "numbers" in shared:
-        return dict(shared["numbers"])
     return {name: value for name, value in shared.items() if not isinstance(value, Tensor)}
 
 

@@ -1,9 +1,6 @@
 """Check that a state is of the same parameters as an optimizer, before any of it is loaded."""
 
-import math
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -14,7 +11,7 @@ from torch.optim import Optimizer
 from gcnzc.compress.reducer import DAMAGED_HINT
 from gcnzc.optim.fully_shard import local
 from gcnzc.optim.muon import Muon
-from gcnzc.optim.resize import RESIZED_FROM, check_mapping
+from gcnzc.optim.resize import check_mapping
 from gcnzc.system.arguments import describe
 
 MAX_COUNT = 2**53
@@ -25,106 +22,6 @@ _REQUIRED = {torch.optim.Adam: _ADAM, torch.optim.AdamW: _ADAM}
 _HINT = "hint: load it into an optimizer of the same model"
 # before the names of counts in a parameter group
 _COUNT = "gcnzc_"
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """The properties of a tensor of a state that `check_tensor` checks."""
-
-    shape: tuple[int, ...]
-    may_overflow: bool = False
-    """whether elements may be infinite or NaN"""
-    dtype: torch.dtype | None = None
-    """the dtype; None for any real floating-point dtype"""
-    least: float = -math.inf
-    """the smallest valid element"""
-    most: float = math.inf
-    """the largest valid element"""
-
-
-def check_value(
-    state: Mapping[str, Any],
-    name: str,
-    least: float = 0,
-    most: float = MAX_COUNT,
-    *,
-    kind: type = int,
-) -> None:
-    """Check a number, flag or string of a state, before anything is loaded.
-
-    Args:
-        state: values by name.
-        name: the name of the value.
-        least: the smallest valid number.
-        most: the largest valid number.
-        kind: int for whole numbers or float for finite numbers, between the limits; bool for a
-            flag, or str for a string, which have no limits.
-
-    Raises:
-        ValueError: it is missing, of another type, not finite or out of range.
-    """
-    check_mapping(state, name)
-    value = state[name]
-    if kind in (bool, str):
-        if isinstance(value, kind):
-            return
-        raise ValueError(
-            f"{name} of the state is {describe(value)}, not a {kind.__name__}\n\n{DAMAGED_HINT}"
-        )
-    is_number = isinstance(value, int | float if kind is float else int)
-    if not is_number or isinstance(value, bool) or not least <= value <= most:
-        what = "finite number" if kind is float else "whole number"
-        largest = sys.float_info.max
-        if most < largest:
-            what += f" from {least:g} to {most:g}"
-        elif least > -largest:
-            what += f" of at least {least:g}"
-        raise ValueError(
-            f"{name} of the state is {describe(value)}, not a {what}\n\n{DAMAGED_HINT}"
-        )
-
-
-def check_section(state: Mapping[str, Any], name: str) -> None:
-    """Check that a section of a state is a mapping.
-
-    Raises:
-        ValueError: it is missing, or of another type.
-    """
-    check_mapping(state, name)
-    if not isinstance(state[name], Mapping):
-        raise ValueError(
-            f"{name} of the state is {describe(state[name])}, not a mapping\n\n{DAMAGED_HINT}"
-        )
-
-
-def check_numbers(
-    state: Mapping[str, Any],
-    name: str,
-    count: int | None = None,
-    least: float = -sys.float_info.max,
-) -> None:
-    """Check a list of finite numbers of a state, before anything is loaded.
-
-    Args:
-        state: values by name.
-        name: the name of the list.
-        count: its length; None for any.
-        least: the smallest valid number.
-
-    Raises:
-        ValueError: it is missing, not a list, of another length, or an element is not a finite
-            number of at least `least`.
-    """
-    check_mapping(state, name)
-    values = state[name]
-    if not isinstance(values, list | tuple) or count not in (None, len(values)):
-        length = "" if count is None else f" of {count} numbers"
-        raise ValueError(
-            f"{name} of the state is {describe(values)}, not a list{length}\n\n{DAMAGED_HINT}"
-        )
-    for index, value in enumerate(values):
-        label = f"{name}[{index}]"
-        check_value({label: value}, label, least, sys.float_info.max, kind=float)
 
 
 def check_param_groups(groups: object) -> None:
@@ -189,45 +86,6 @@ def check_layout(layout: Sequence[str], saved: Sequence[str]) -> None:
             )
 
 
-def check_tensor(state: Mapping[str, Any], name: str, expected: SavedTensor) -> None:
-    """Check a tensor of a state, before anything is loaded.
-
-    Args:
-        state: tensors by name.
-        name: the name of the tensor.
-        expected: its properties.
-
-    Raises:
-        ValueError: it is missing, not a tensor, of another shape or dtype, or has elements that are
-            not finite or out of range.
-    """
-    value = state.get(name)
-    if not isinstance(value, Tensor):
-        found = "is missing" if value is None else f"is a {type(value).__name__}"
-        raise ValueError(f"{name} of the state {found}\n\n{DAMAGED_HINT}")
-    if value.shape != expected.shape:
-        raise ValueError(
-            f"{name} of the state has the shape {tuple(value.shape)}, not {expected.shape}"
-            f"\n\n{DAMAGED_HINT}"
-        )
-    is_expected = (
-        value.is_floating_point() if expected.dtype is None else value.dtype == expected.dtype
-    )
-    if not is_expected:
-        dtype = "a floating-point dtype" if expected.dtype is None else expected.dtype
-        raise ValueError(f"{name} of the state is {value.dtype}, not {dtype}\n\n{DAMAGED_HINT}")
-    if not expected.may_overflow and not bool(value.isfinite().all()):
-        raise ValueError(f"{name} of the state has elements that are not finite\n\n{DAMAGED_HINT}")
-    if expected.least > -math.inf and bool((value < expected.least).any()):
-        raise ValueError(
-            f"{name} of the state has elements below {expected.least:g}\n\n{DAMAGED_HINT}"
-        )
-    if expected.most < math.inf and bool((value > expected.most).any()):
-        raise ValueError(
-            f"{name} of the state has elements above {expected.most:g}\n\n{DAMAGED_HINT}"
-        )
-
-
 def add_counts(state_dict: Mapping[str, Any], **counts: int) -> dict[str, Any]:
     """Return an inner optimizer's state dict with counts in its first parameter group.
 
@@ -250,15 +108,13 @@ def split_counts(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     groups = [dict(group) for group in state_dict["param_groups"]]
     names = [name for name in groups[0] if name.startswith(_COUNT)] if groups else []
     for name in names:
-        check_value(groups[0], name)
+        value = groups[0][name]
+        if type(value) is not int or not 0 <= value <= MAX_COUNT:
+            raise ValueError(
+                f"{name} of the state is {describe(value)}, not a count\n\n{DAMAGED_HINT}"
+            )
     counts = {name.removeprefix(_COUNT): groups[0].pop(name) for name in names}
     return {**state_dict, "param_groups": groups}, counts
-
-
-def saved_world_size(snapshot: Mapping[str, Any]) -> int:
-    """Return the number of ranks that saved a state, before `gcnzc.optim.resize_state`."""
-    number: int = snapshot.get(RESIZED_FROM, snapshot["world_size"])
-    return number
 
 
 def check_inner_state(inner: Optimizer, state_dict: Mapping[str, Any]) -> None:

@@ -127,26 +127,6 @@ def check_inner(wrapper: str, inner: object) -> None:
         )
 
 
-def check_no_unknown(optimizer: str, unknown: Mapping[str, object]) -> None:
-    """Check that an optimizer with local steps has no options besides its own.
-
-    Args:
-        optimizer: the name of the optimizer, for the message.
-        unknown: the keyword arguments that it does not have.
-
-    Raises:
-        TypeError: there is one.
-    """
-    for name in unknown:
-        hint = f"help(gcnzc.optim.{optimizer}) lists the options"
-        if name == "clip_norm":
-            hint = (
-                "call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) before each "
-                "`step`, since local steps use the gradients of one rank"
-            )
-        raise TypeError(f"{optimizer} has no option {name}\n\nhint: {hint}")
-
-
 def check_adam_options(
     optimizer: str, group: Mapping[str, Any], where: str = "", *, with_gpu: bool = True
 ) -> None:
@@ -217,21 +197,6 @@ def check_inner_options(
             number = _number(value)
             if number is None or math.isnan(number):
                 raise ValueError(f"{name}{where} is {value!r}\n\nhint: give a number")
-
-
-def check_rank(state_dict: Mapping[str, Any], group: Group) -> None:
-    """Check that a state is of this rank, with the same number of ranks.
-
-    Raises:
-        ValueError: it is of another rank, or of another number of ranks.
-    """
-    found = state_dict["rank"], state_dict["world_size"]
-    if found != (group.rank, group.world_size):
-        raise ValueError(
-            f"the state of rank {found[0]} of {found[1]} cannot be loaded on rank {group.rank} of "
-            f"{group.world_size}\n\nhint: gcnzc.optim.resize_state converts the states of all "
-            "ranks for another number of ranks"
-        )
 
 
 def check_unsupported(optimizer: str, options: Mapping[str, object]) -> None:

@@ -1,14 +1,11 @@
 """Damaged values anywhere in the states of all optimizers are rejected, and not loaded."""
 
 import copy
-import math
 
 import pytest
 import torch
 from optim.kinds import KINDS, ZERO_ONE_LOCAL
 from optim.test_damaged_states import bits_of, make
-
-from gcnzc.optim.state_layout import check_numbers, check_value
 
 WITH_STATE = {name: make for name, make in KINDS.items() if name != "averaged"}
 """all optimizers except those that load any state of an inner optimizer"""
@@ -92,6 +89,8 @@ def test_a_damaged_value_is_rejected_and_nothing_is_loaded(name):
     for path in paths:
         value = holder_of(found, path)[path[-1]]
         for damage in damages_of(path, value):
+            if damage is None and name in ("a2cid2", "fedglomo"):
+                continue  # these do not have all vectors at all times
             state = copy.deepcopy(found)
             holder_of(state, path)[path[-1]] = damage
             if "\n\nhint: " not in error_of(others[1], state):
@@ -117,16 +116,6 @@ def test_a_missing_value_is_rejected_and_nothing_is_loaded(name):
         with pytest.raises(ValueError, match=r"(?s)hint: "):
             others[1].load_state_dict(state)
     assert bits_of(models[1], others[1]) == before
-
-
-def test_a_number_that_is_too_large_is_described_with_its_limits():
-    state = {"steps": 2**60, "dropped": math.inf, "times": [1.0, math.inf]}
-    with pytest.raises(ValueError, match=r" 1152921504606846976, not a whole number from 0 to 9"):
-        check_value(state, "steps")
-    with pytest.raises(ValueError, match=r"^dropped .* inf, not a finite number from 0 to 9.*\n"):
-        check_value(state, "dropped", kind=float)
-    with pytest.raises(ValueError, match=r"^times\[1\] .* inf, not a finite number\n"):
-        check_numbers(state, "times")
 
 
 @pytest.mark.parametrize("name", ["averaged", "onebit-adam", "diloco"])

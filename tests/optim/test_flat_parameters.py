@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from gcnzc.optim.flat_parameters import FlatParameters
+from gcnzc.optim.flat import FlatParameters
 
 
 def groups():
@@ -16,23 +16,8 @@ def groups():
     return [
         {"params": [coded, frozen]},
         {"params": [dense], "compress": False},
-        {"params": [more, coded]},
+        {"params": [more]},
     ]
-
-
-def test_dense_parameters_come_first_and_none_comes_twice():
-    made = groups()
-    flat_params = FlatParameters(made)
-    (coded, _), (dense,), (more, _) = (group["params"] for group in made)
-    assert [id(each) for each in flat_params.parameters] == [id(dense), id(coded), id(more)]
-    assert (flat_params.num_uncompressed, flat_params.num_elements) == (4, 11)
-    assert [(each.begin, each.end) for each in flat_params.segments] == [(0, 4), (4, 10), (10, 11)]
-    bounds = [(part.begin, part.end, part.first, part.last) for part in flat_params.parts]
-    assert bounds == [(0, 4, 0, 1), (4, 10, 1, 2), (10, 11, 2, 3)]
-    # options are those of the group as they are later
-    made[0]["lr"] = 3.0
-    assert flat_params.parts[1].group["lr"] == 3.0
-    assert "group 1, parameter 0 (4,) torch.bfloat16 at 0" in flat_params.layout()
 
 
 def test_parameters_go_into_a_vector_and_back():
@@ -112,11 +97,6 @@ def test_the_scratch_vector_is_reused_and_not_copied():
     assert copy.deepcopy(flat_params).scratch(4).data_ptr() != first.data_ptr()
     assert len(pickle.dumps(flat_params.scratch(1 << 16))) > 1 << 18
     assert len(pickle.dumps(flat_params)) < 1 << 16
-
-
-def test_the_dtype_of_the_vectors_can_be_that_of_half_parameters():
-    parameter = nn.Parameter(torch.ones(2).half())
-    assert FlatParameters([{"params": [parameter]}], torch.float16).zeros().dtype == torch.float16
 
 
 def test_one_double_makes_all_vectors_double():

@@ -15,7 +15,8 @@ def states(world_size, n=150, steps=3):
         begin, end = shard_bounds(n, rank, world_size)
         made.append(
             {
-                "shared": {"numbers": {"steps": steps}, "vectors": {"momentum": torch.ones(n)}},
+                "shared": {"steps": steps, "momentum": torch.ones(n)},
+                "resize": {"anchor": "mean", "count": "mean"},
                 "local": {
                     "anchor": [torch.full((2,), float(rank)), rank],
                     "count": torch.tensor(4),
@@ -103,10 +104,10 @@ def test_inner_state_missing_on_one_rank_is_that_of_the_others():
     }
     for inners in ([with_first, with_both], [with_both, with_first]):
         states = [
-            {"inner": inner, "shared": {}, "local": {}, "shards": {}, "errors": {}}
-            | {"rank": rank, "world_size": 2}
+            {"shared": {}, "local": {"inner": inner}, "resize": {"inner": "mean"}}
+            | {"shards": {}, "errors": {}, "rank": rank, "world_size": 2}
             for rank, inner in enumerate(inners)
         ]
-        found = resize_state(states, 0, 1)["inner"]["state"]
+        found = resize_state(states, 0, 1)["local"]["inner"]["state"]
         assert found[0]["exp_avg"].tolist() == [3.0]
         assert found[1]["exp_avg"].tolist() == [6.0]
