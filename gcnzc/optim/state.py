@@ -462,13 +462,13 @@ class State:
                 "the states of all ranks for another number of ranks"
             )
         check_layout(self.layout, snapshot["layout"])
-        if snapshot.get("resize") != self.rules:
-            raise_damaged("the rules of the state for another number of ranks differ")
         values = {key: value for each in SECTIONS.values() for key, value in snapshot[each].items()}
         values["errors"] = snapshot["errors"]
         values["saved_world_size"] = snapshot.get(RESIZED_FROM, snapshot["world_size"])
         for field in self.fields:
             field.check(values, self.worker)
+        if snapshot.get("resize") != self.rules:
+            raise_damaged("the rules of the state for another number of ranks differ")
         return values
 
     @property

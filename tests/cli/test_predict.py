@@ -278,7 +278,7 @@ def test_embeddings_are_outputs_of_layers(graph, run, tmp_path, capsys):
     assert np.array_equal(found.rows, rows[1])
     assert (found.nodes[3], found.layer) == ("n3", 1)
     for words, status, message in (
-        (["--layer", "3"], 1, "layer is 3, but the model has 2 layers"),
+        (["--layer", "3"], 1, "layer is 3, but must be at most 2"),
         (["--layer", "0"], 2, "--layer must be at least 1"),
         (["--out", "rows.csv"], 2, "does not end in .npy"),
     ):

@@ -194,7 +194,7 @@ def test_tables_without_bytes_to_read_are_rejected():
         (torch.zeros(4, 0), None),
         (torch.zeros(4, 4), torch.zeros(0, dtype=torch.int64)),
     ):
-        with pytest.raises(ValueError, match=r"(?s)no bytes to read.*hint: "):
+        with pytest.raises(ValueError, match="no bytes to read"):
             table_traffic(rows, ids, layout="shifted")
 
 
@@ -218,7 +218,7 @@ def test_ids_out_of_range_are_rejected(ids):
     ],
 )
 def test_invalid_sizes_are_rejected(options, words):
-    with pytest.raises(ValueError, match=rf"(?s){words}.*\n\nhint: "):
+    with pytest.raises(ValueError, match=words):
         traffic(**({"layout": "shifted"} | options))
 
 

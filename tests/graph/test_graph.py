@@ -144,7 +144,7 @@ def test_invalid_indices_are_rejected(indptr, indices, message):
 @pytest.mark.parametrize(
     ("indices", "message"),
     [
-        (np.zeros(2), r"indices has shape \(2,\) and type float64"),
+        (np.zeros(2), r"indices has shape \(2,\), type float64"),
         (np.zeros(2, np.uint32), "type uint32"),
         (np.zeros(2, ">i8"), "type >i8"),
         (np.zeros((1, 2), np.int64), r"shape \(1, 2\)"),

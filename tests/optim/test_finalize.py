@@ -107,7 +107,8 @@ def test_without_a_fault_the_parameters_are_equal(name):
 PARTS = {
     *("take_step", "update", "finish", "mean", "mean_gradients", "mean_uncompressed"),
     *("clip_gradients", "find_due", "exchange", "compute", "apply", "gather"),
-    *("sum_common", "mean_parameters"),
+    *("sum_common", "mean_parameters", "gossip", "average_pair"),
+    *("begin_rounds", "finish_round", "take_part", "neighbor_mean", "mean_of_members"),
 }
 OPTIMIZERS = [
     each
