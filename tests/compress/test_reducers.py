@@ -249,6 +249,7 @@ def test_another_number_of_ranks_resumes_with_all_errors(name):
                     "shared": {},
                     "local": {},
                     "shards": {},
+                    "resize": {},
                     "errors": {"momentum": each.errors()},
                 }
                 for rank, each in enumerate(them)
