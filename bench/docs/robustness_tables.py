@@ -128,8 +128,9 @@ def sampler_lines() -> Iterator[Line]:
 )
 def pyg_sampler(x: Row) -> Cells:
     """Minibatches compared with those of PyG's own sampler."""
-    cells = {"PyG samples with": f"{x.library} {x.versions[x.library.replace('-', '_')]}"}
-    if x.exact:
+    name, is_exact = x.key
+    cells = {"PyG samples with": f"{name} {x.versions[name.replace('-', '_')]}"}
+    if is_exact:
         return cells | {
             "compared": "nothing is random: every field is equal",
             "cases": len(x.lines),

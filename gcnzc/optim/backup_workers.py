@@ -124,10 +124,6 @@ class BackupWorkers(Rounds):
         if mean is not None:
             yield from self.apply(fragment, mean)
 
-    def read(self, fragment: Fragment, out: Tensor) -> None:
-        """See `LocalMethod`: the parameters."""
-        self.flat.read_parameters(out)
-
     def apply(self, fragment: Fragment, mean: Tensor) -> Algorithm[None]:
         """See `LocalMethod`: set the parameters to the weighted mean."""
         self.set_parameters(fragment, mean)

@@ -204,13 +204,6 @@ class FlatParameters:
         self.write_parameters(values)
 
     @torch.no_grad()
-    def add_to_parameters(self, values: Tensor) -> None:
-        """Add the first n elements of a vector to the parameters."""
-        for parameter, view in zip(self.parameters, self.views(values), strict=True):
-            # like torch's optimizers, add in the parameter's dtype
-            parameter.add_(view.to(parameter.dtype))
-
-    @torch.no_grad()
     def read_gradients(self, out: Tensor, factor: float | Tensor = 1.0) -> Tensor:
         """Copy the gradients, times `factor`, into the first n elements of `out`, and return it.
 

@@ -70,10 +70,6 @@ class Gossip(LocalMethod):
         if step % self.control_interval == 0:
             yield from self.sum_common()
 
-    def read(self, fragment: Fragment, out: Tensor) -> None:
-        """See `LocalMethod`: the parameters."""
-        self.flat.read_parameters(out)
-
     def apply(self, fragment: Fragment, mean: Tensor) -> Algorithm[None]:
         """See `LocalMethod`: set the parameters to the mean with the peer's."""
         self.set_parameters(fragment, mean)

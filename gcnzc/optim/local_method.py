@@ -104,7 +104,7 @@ class LocalMethod(WrappingOptimizer):
     With torch's GradScaler each rank has its own scale. A single rank only takes the inner
     optimizer's steps, unless `alone`. Call `finalize` after the last step.
 
-    A subclass implements `restart`, `read` and `apply`, and may replace `find_due` and others.
+    A subclass implements `restart` and `apply`, and may replace `read`, `find_due` and others.
 
     Args:
         inner: the optimizer of torch that takes the local steps. Its parameter groups and state are
@@ -184,9 +184,9 @@ class LocalMethod(WrappingOptimizer):
         Called after the broadcast, where the state has its initial values, and by `finalize`.
         """
 
-    @abstractmethod
     def read(self, fragment: Fragment, out: Tensor) -> None:
-        """Write the vector to exchange into `out` (m,)."""
+        """Write the vector to exchange, by default the parameters, into `out` (m,)."""
+        self.flat.read_parameters(out, fragment.here)
 
     @abstractmethod
     def apply(self, fragment: Fragment, mean: Tensor) -> Algorithm[None]:
