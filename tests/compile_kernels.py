@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from gcnzc.cli import main
-from gcnzc.exchange import Group, lockstep
+from gcnzc.exchange import lockstep
 from gcnzc.graph.graph import Graph
 from gcnzc.models import gnn
 from gcnzc.sampling.neighbor import Sampler
 from tests import typed_papers
-from tests.optim.kinds import KINDS
+from tests.optim.methods import METHODS
 from tests.tiny_graph import tiny
 
 MODELS = ("sage", "gcn", "gat", "gatv2")
@@ -50,9 +50,9 @@ def train_models(folder: Path) -> None:
 
 def train_optimizers(folder: Path) -> None:
     """Train each optimizer with two ranks, link prediction, and models of typed graphs."""
-    for make in KINDS.values():
+    for method in METHODS.values():
         models = [nn.Linear(40, 3) for _ in range(2)]
-        optimizers = [make(model, Group(rank, 2)) for rank, model in enumerate(models)]
+        optimizers = method.optimizers(models)
         for _ in range(STEPS):
             for model in models:
                 model(torch.randn(4, 40)).square().mean().backward()

@@ -10,8 +10,10 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from limits import HANG_S
+from quick_runs import made_once
 from torch.distributed import TCPStore
 
 from gcnzc.exchange import agreement, heartbeat
@@ -110,4 +112,13 @@ def results(world_size: int, folder: Path, deed: Callable[..., Any], *words: Any
         for rank, process in enumerate(processes):
             process.join(end - time.monotonic())
             assert process.exitcode == 0, f"worker {rank}: {process.exitcode}\n{talk(folder, rank)}"
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+
+
+def results_once(
+    factory: pytest.TempPathFactory, world_size: int, deed: Callable[..., Any], *words: Any
+) -> list[Any]:
+    """What `results` returns, from workers that run once for all test processes of a session."""
+    name = f"{deed.__module__}.{deed.__name__}"
+    folder = made_once(factory, name, lambda folder: results(world_size, folder, deed, *words))
     return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]

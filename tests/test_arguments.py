@@ -1,8 +1,11 @@
 """Wrong arguments of loaders, graphs and features are rejected by name and value."""
 
 import importlib.util
+import inspect
 import itertools
 import re
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +30,36 @@ WRONG = (
 )
 # what arguments accept of these: truth values, those that may be left out, seeds
 FLAG, OPTIONAL, SEED = (True,), (None,), (-5,)
+
+
+@dataclass
+class Case:
+    """A class or function, valid arguments, and the names of those that are tested."""
+
+    target: Any
+    valid: dict[str, Any]
+    names: str
+    accepts: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """what arguments accept of WRONG, besides what follows from their defaults"""
+    call: Any = None
+    """what is called with the arguments, if not the target"""
+
+    def accepted(self, name: str) -> tuple[Any, ...]:
+        """What an argument accepts of WRONG."""
+        if name in self.accepts:
+            return self.accepts[name]
+        default = self.default(name)
+        return FLAG if isinstance(default, bool) else OPTIONAL if default is None else ()
+
+    def default(self, name: str) -> Any:
+        """The default of an argument, also of a base class that gets it."""
+        kinds = self.target.__mro__ if isinstance(self.target, type) else [self.target]
+        for kind in kinds:
+            parameters = inspect.signature(kind.__init__ if kind in kinds[1:] else kind).parameters
+            if name in parameters:
+                return parameters[name].default
+        return inspect.Parameter.empty
+
 
 NODES = 12
 EDGE = torch.stack([torch.arange(NODES), (torch.arange(NODES) + 1) % NODES])
@@ -80,212 +113,101 @@ SAMPLER = {"graph": GRAPH, "fanouts": [2]}
 MODEL = {"norm": "batch", "in_features": 2, "hidden": 3, "num_classes": 2, "num_layers": 2}
 # pre_activation needs them
 MODEL |= {"input_linear": True, "output_linear": True}
-MODEL_KINDS = {
-    "in_features": (),
-    "hidden": (),
-    "num_classes": (),
-    "num_layers": (),
-    "dropout": (),
-    "input_dropout": (),
-    "norm": (),
-    "pre_norm": FLAG,
-    "pre_activation": FLAG,
-    "residual": FLAG,
-    "input_linear": FLAG,
-    "output_linear": FLAG,
-    "jumping": (),
-    "activation": (),
-    "init": (),
-}
-CHOICES = {"bidirected": FLAG, "self_loops": (), "duplicates": ()}
+MODEL_NAMES = "in_features hidden num_classes num_layers dropout input_dropout norm pre_norm "
+MODEL_NAMES += "pre_activation residual input_linear output_linear jumping activation init"
+ATTENTION = f"{MODEL_NAMES} heads output_heads attention_dropout"
+CHOICES = "bidirected self_loops duplicates"
 CODES = torch.ones(NODES, 2, dtype=torch.int8)
-STATE = {"epoch": (), "position": (), "done": (), "batch_size": (), "world_size": ()}
-# what is called, its valid arguments, and what each argument accepts of WRONG
+GIVEN = {"bidirected": FLAG, "self_loops": (), "duplicates": ()}
+COMPRESSED = {"indptr": [0, 1], "indices": [0]}
+EDGES = {"src": EDGE[0], "dst": EDGE[1], "num_nodes": NODES}
+INFERENCE = {"model": gnn.SAGE(2, 3, 2, 2), "graph": GRAPH, "table": TABLE}
+CACHE = {"table": TABLE, "size": 0.5, "ranking": torch.ones(NODES)}
+PRESAMPLED = {"graph": GRAPH, "seeds": SEEDS, "fanouts": [2], "batch_size": 4, "batches": 4}
+WITH_SEED = {"seed": SEED}
 CASES = {
-    "Graph": (
-        Graph,
-        {"indptr": [0, 0], "indices": []},
-        {"indptr": (), "indices": ([],), "check": FLAG},
+    "Graph": Case(
+        Graph, {"indptr": [0, 0], "indices": []}, "indptr indices check", {"indices": ([],)}
     ),
-    "Graph.from_edges": (
-        Graph.from_edges,
-        {"src": EDGE[0], "dst": EDGE[1], "num_nodes": NODES},
-        {"src": (), "dst": (), "num_nodes": (), **CHOICES},
+    "Graph.from_edges": Case(Graph.from_edges, EDGES, f"src dst num_nodes {CHOICES}", GIVEN),
+    "Graph.from_csc": Case(Graph.from_csc, COMPRESSED, f"indptr indices {CHOICES}", GIVEN),
+    "Graph.from_csr": Case(Graph.from_csr, COMPRESSED, f"indptr indices {CHOICES}", GIVEN),
+    "Graph.from_dgl": Case(Graph.from_dgl, {}, "graph"),
+    "Graph.from_pyg": Case(Graph.from_pyg, {}, "data"),
+    "FeatureTable": Case(FeatureTable, {"rows": TABLE.rows}, "rows kernel_config"),
+    # codes without scales are rows of int8
+    "FeatureTable of codes": Case(
+        FeatureTable, {"rows": CODES, "scales": torch.ones(NODES)}, "scales scale_columns"
     ),
-    "Graph.from_csc": (
-        Graph.from_csc,
-        {"indptr": [0, 1], "indices": [0]},
-        {"indptr": (), "indices": (), **CHOICES},
+    "FeatureTable.quantized": Case(
+        FeatureTable.quantized, {"rows": TABLE.rows}, "rows dtype scale_columns"
     ),
-    "Graph.from_csr": (
-        Graph.from_csr,
-        {"indptr": [0, 1], "indices": [0]},
-        {"indptr": (), "indices": (), **CHOICES},
-    ),
-    "Graph.from_dgl": (Graph.from_dgl, {}, {"graph": ()}),
-    "Graph.from_pyg": (Graph.from_pyg, {}, {"data": ()}),
-    "FeatureTable": (FeatureTable, {"rows": TABLE.rows}, {"rows": (), "kernel_config": OPTIONAL}),
-    "FeatureTable of codes": (
-        FeatureTable,
-        {"rows": CODES, "scales": torch.ones(NODES)},
-        # codes without scales are rows of int8
-        {"scales": OPTIONAL, "scale_columns": OPTIONAL},
-    ),
-    "FeatureTable.quantized": (
-        FeatureTable.quantized,
-        {"rows": TABLE.rows},
-        {"rows": (), "dtype": (), "scale_columns": OPTIONAL},
-    ),
-    "FeatureTable.to": (TABLE.to, {}, {"device": ()}),
-    "FeatureTable.gather": (
-        TABLE.gather,
-        {"ids": SEEDS},
-        {"ids": (), "out": OPTIONAL, "threads": OPTIONAL},
-    ),
-    "EmbeddingTable": (
+    "FeatureTable.to": Case(TABLE.to, {}, "device"),
+    "FeatureTable.gather": Case(TABLE.gather, {"ids": SEEDS}, "ids out threads"),
+    "EmbeddingTable": Case(
         EmbeddingTable,
         {"num_rows": NODES, "num_columns": 2},
-        {
-            "num_rows": (),
-            "num_columns": (),
-            "dtype": (),
-            "init": (),
-            # any standard deviation
-            "scale": (2.5, 2.0, HUGE),
-            "seed": SEED,
-            "threads": OPTIONAL,
-        },
+        "num_rows num_columns dtype init scale seed threads",
+        # any standard deviation
+        {"scale": (2.5, 2.0, HUGE), **WITH_SEED},
     ),
-    "EmbeddingTable.gather": (
-        EMBEDDINGS.gather,
-        {"ids": SEEDS},
-        {"device": OPTIONAL, "threads": OPTIONAL},
+    "EmbeddingTable.gather": Case(EMBEDDINGS.gather, {"ids": SEEDS}, "device threads"),
+    "Sampler": Case(Sampler, SAMPLER, "graph fanouts seed edge_ids", WITH_SEED, use_sampler),
+    "Sampler.sample": Case(
+        Sampler.sample, {"seeds": SEEDS, "epoch": 0}, "seeds epoch", {"seeds": ([],)}, sample
     ),
-    "Sampler": (use_sampler, SAMPLER, {"graph": (), "fanouts": (), "seed": SEED, "edge_ids": FLAG}),
-    "Sampler.sample": (sample, {"seeds": SEEDS, "epoch": 0}, {"seeds": ([],), "epoch": ()}),
-    "LinkSampler": (
-        use_links,
+    "LinkSampler": Case(
+        LinkSampler,
         LINKS,
-        {
-            "graph": (),
-            "edges": (),
-            "fanouts": (),
-            "negatives": (),
-            "num_negatives": (),
-            "strict": FLAG,
-            "exclude": (),
-            "known": OPTIONAL,
-            "seed": SEED,
-            "edge_ids": FLAG,
-        },
+        "graph edges fanouts negatives num_negatives strict exclude known seed edge_ids",
+        WITH_SEED,
+        use_links,
     ),
-    "LinkSampler.sample": (
+    "LinkSampler.sample": Case(
+        *(LinkSampler.sample, {"seeds": SEEDS, "epoch": 0}, "seeds epoch", {"seeds": ([],)}),
         sample_links,
-        {"seeds": SEEDS, "epoch": 0},
-        {"seeds": ([],), "epoch": ()},
     ),
-    "Loader": (
-        use_loader,
+    "Loader": Case(
+        Loader,
         LOADER,
-        {
-            "graph": (),
-            "table": OPTIONAL,
-            "seeds": (),
-            "fanouts": (),
-            "batch_size": (),
-            "labels": OPTIONAL,
-            "device": (),
-            "shuffle": FLAG,
-            "drop_last": FLAG,
-            "seed": SEED,
-            "rank": (),
-            "world_size": (),
-            "threads": OPTIONAL,
-            "ahead": OPTIONAL,
-            "sampler": OPTIONAL,
-            "copied_share": (),
-            "priority": (-5,),
-            "in_degrees": FLAG,
-            "may_be_empty": FLAG,
-        },
+        "graph table seeds fanouts batch_size labels device shuffle drop_last seed rank world_size "
+        "threads ahead sampler copied_share priority in_degrees may_be_empty",
+        {"table": OPTIONAL, "priority": (-5,), **WITH_SEED},
+        use_loader,
     ),
-    "FullBatchLoader": (
-        use_full_batch,
+    "FullBatchLoader": Case(
+        FullBatchLoader,
         {"graph": GRAPH, "table": TABLE, "seeds": SEEDS, "num_layers": 2},
-        {
-            "graph": (),
-            "table": OPTIONAL,
-            "seeds": OPTIONAL,
-            "num_layers": (),
-            "labels": OPTIONAL,
-            "device": (),
-            "dtype": OPTIONAL,
-        },
+        "graph table seeds num_layers labels device dtype",
+        {"table": OPTIONAL, "seeds": OPTIONAL},
+        use_full_batch,
     ),
-    "Loader.set_epoch": (set_epoch, {}, {"epoch": ()}),
-    "Loader.load_state_dict": (load_state, {}, {**STATE, "seed": (), "fanouts": ()}),
-    "presample": (
+    "Loader.set_epoch": Case(Loader.set_epoch, {}, "epoch", {}, set_epoch),
+    "Loader.load_state_dict": Case(
+        load_state, {}, "epoch position done batch_size world_size seed fanouts"
+    ),
+    "presample": Case(
         gcnzc.presample,
-        {"graph": GRAPH, "seeds": SEEDS, "fanouts": [2], "batch_size": 4, "batches": 4},
-        {
-            "graph": (),
-            "seeds": (),
-            "fanouts": (),
-            "batch_size": (),
-            "seed": SEED,
-            "batches": (),
-            "threads": OPTIONAL,
-            "progress": OPTIONAL,
-        },
+        PRESAMPLED,
+        "graph seeds fanouts batch_size seed batches threads progress",
+        WITH_SEED,
     ),
-    "cached": (
-        gcnzc.cached,
-        {"table": TABLE, "size": 0.5, "ranking": torch.ones(NODES)},
-        {"table": (), "size": (), "ranking": (), "device": OPTIONAL, "devices": OPTIONAL},
-    ),
-    "cached_share": (
+    "cached": Case(gcnzc.cached, CACHE, "table size ranking device devices"),
+    "cached_share": Case(
         gcnzc.cached_share,
-        {"table": TABLE, "size": 0.5, "ranking": torch.ones(NODES), "rank": 0, "world_size": 1},
-        {"table": (), "size": (), "ranking": (), "rank": (), "world_size": (), "device": OPTIONAL},
+        CACHE | {"rank": 0, "world_size": 1},
+        "table size ranking rank world_size device",
     ),
-    "inference": (
+    "inference": Case(
         gcnzc.inference,
-        {"model": gnn.SAGE(2, 3, 2, 2), "graph": GRAPH, "table": TABLE},
-        {
-            "model": (),
-            "graph": (),
-            "table": (),
-            "device": (),
-            "nodes": (None, []),
-            "batch_nodes": (),
-            "progress": OPTIONAL,
-            "group": OPTIONAL,
-        },
+        INFERENCE,
+        "model graph table device nodes batch_nodes progress group",
+        {"nodes": (None, [])},
     ),
-    "SAGE": (gnn.SAGE, MODEL, MODEL_KINDS),
-    "GCN": (gnn.GCN, MODEL, MODEL_KINDS),
-    "GAT": (
-        gnn.GAT,
-        MODEL,
-        {
-            **MODEL_KINDS,
-            "heads": (),
-            "output_heads": OPTIONAL,
-            "attention_dropout": (),
-            "skip": FLAG,
-        },
-    ),
-    "GATv2": (
-        gnn.GATv2,
-        MODEL,
-        {
-            **MODEL_KINDS,
-            "heads": (),
-            "output_heads": OPTIONAL,
-            "attention_dropout": (),
-            "skip": FLAG,
-        },
-    ),
+    "SAGE": Case(gnn.SAGE, MODEL, MODEL_NAMES),
+    "GCN": Case(gnn.GCN, MODEL, MODEL_NAMES),
+    "GAT": Case(gnn.GAT, MODEL, f"{ATTENTION} skip"),
+    "GATv2": Case(gnn.GATv2, MODEL, ATTENTION),
 }
 
 
@@ -296,11 +218,12 @@ def is_among(value, accepted):
 def outcomes_of(cases):
     """What is wrong with the answers to wrong arguments."""
     found = []
-    for title, (call, valid, arguments) in cases.items():
-        if set(valid) >= set(arguments):
+    for title, case in cases.items():
+        call, valid = case.call or case.target, case.valid
+        if set(valid) >= set(case.names.split()):
             call(**valid)
-        for (name, accepted), value in itertools.product(arguments.items(), WRONG):
-            given = f"{title}({name}={describe(value)})"
+        for name, value in itertools.product(case.names.split(), WRONG):
+            accepted, given = case.accepted(name), f"{title}({name}={describe(value)})"
             try:
                 call(**(valid | {name: value}))
             except (TypeError, ValueError) as error:
@@ -321,20 +244,18 @@ def names(text, name, value):
     """Whether a message has the argument's name and what the value is."""
     shown = [describe(value)]
     if isinstance(value, list):
-        shown += [
-            *map(describe, value),
-            f"{len(value)} numbers",
-            f"dst {len(value)}",
-            f"{len(value)} elements",
-        ]
-        shown += [f"{len(value)} indices", "empty"]
-    if isinstance(value, np.ndarray):
-        shown.append("ndarray")
-    if isinstance(value, list):
-        shown.append(f"shape ({len(value)},)")
+        count = len(value)
+        shown += [*map(describe, value), f"dst {count}", "empty", f"shape ({count},)"]
+        shown += [f"{count} numbers", f"{count} elements", f"{count} indices"]
     if isinstance(value, torch.Tensor | np.ndarray):
-        shown += [str(value.dtype), str(tuple(value.shape)), *map(describe, value.tolist())]
+        shown += ["ndarray", str(value.dtype), str(tuple(value.shape))]
+        shown += map(describe, value.tolist())
     return re.search(rf"\b{name}\b", text) is not None and any(one in text for one in shown)
+
+
+def first_of(kind, *given):
+    """What makes a loader of a class and takes one minibatch."""
+    return lambda **arguments: list(itertools.islice(kind(*given, **arguments), 1))
 
 
 def pyg_cases():
@@ -342,34 +263,37 @@ def pyg_cases():
     from gcnzc.interop.pyg.importing import import_pyg
 
     data = import_pyg().data.Data(x=TABLE.rows, edge_index=EDGE)
-    common = {"is_sorted": FLAG, "transform": OPTIONAL, "tables": (None, {}), "seed": (None, -5)}
-    common |= {"device": (), "batch_size": (), "drop_last": FLAG, "shuffle": (None, True)}
-    common |= {"num_workers": (), "threads": OPTIONAL, "ahead": OPTIONAL, "generator": OPTIONAL}
-    common |= {"data": (), "num_neighbors": ([],), "input_id": OPTIONAL}
-    common |= {"filter_per_worker": (None, True)}
+    common = "is_sorted transform tables seed device batch_size drop_last shuffle num_workers "
+    common += "threads ahead generator data num_neighbors filter_per_worker "
+    # those of torch's loader among them have no default here
+    accepts = {"tables": (None, {}), "seed": (None, -5), "shuffle": (None, True)}
+    accepts |= {"filter_per_worker": (None, True), "drop_last": FLAG, "generator": OPTIONAL}
+    accepts |= {"num_neighbors": ([],), "batch_size": (), "num_workers": (), "device": ()}
+    links = {**accepts, "neg_sampling_ratio": (None, 2.0, 2.5)}
+    valid = {"data": data, "num_neighbors": [2]}
     return {
-        "NeighborLoader": (
-            lambda **arguments: list(itertools.islice(NeighborLoader(**arguments), 1)),
-            {"data": data, "num_neighbors": [2]},
-            {**common, "input_nodes": (None, [])},
+        "NeighborLoader": Case(
+            NeighborLoader,
+            valid,
+            f"{common} input_id input_nodes",
+            {**accepts, "input_nodes": (None, [])},
+            first_of(NeighborLoader),
         ),
-        "NeighborLoader of ranks": (
-            lambda **arguments: list(itertools.islice(NeighborLoader(data, [2], **arguments), 1)),
+        "NeighborLoader of ranks": Case(
+            NeighborLoader,
             {"rank": 0, "world_size": 1},
+            "rank world_size",
             {"rank": (), "world_size": ()},
+            first_of(NeighborLoader, data, [2]),
         ),
-        "LinkNeighborLoader": (
-            lambda **arguments: list(itertools.islice(LinkNeighborLoader(**arguments), 1)),
-            {"data": data, "num_neighbors": [2]},
-            {
-                **common,
-                "edge_label_index": OPTIONAL,
-                "edge_label": OPTIONAL,
-                "neg_sampling": OPTIONAL,
-                "neg_sampling_ratio": (None, 2.0, 2.5),
-            },
+        "LinkNeighborLoader": Case(
+            LinkNeighborLoader,
+            valid,
+            f"{common} input_id edge_label_index edge_label neg_sampling neg_sampling_ratio",
+            links,
+            first_of(LinkNeighborLoader),
         ),
-        "TableStore": (TableStore, {}, {"tables": ({},)}),
+        "TableStore": Case(TableStore, {}, "tables", {"tables": ({},)}),
     }
 
 
@@ -378,32 +302,23 @@ def dgl_cases():
 
     dgl = import_dgl()
     graph, sampler = dgl.graph(tuple(EDGE)), dgl.dataloading.NeighborSampler([2])
+    accepts = {"indices": ([],), "ddp_seed": SEED, "seed": (None, -5), "tables": (None, {})}
+    accepts |= {"drop_last": FLAG, "shuffle": FLAG, "device": OPTIONAL, "generator": OPTIONAL}
     return {
-        "DataLoader": (
-            lambda **arguments: list(itertools.islice(DataLoader(**arguments), 1)),
+        "DataLoader": Case(
+            DataLoader,
             {"graph": graph, "indices": SEEDS, "graph_sampler": sampler},
-            {
-                "graph": (),
-                "indices": ([],),
-                "graph_sampler": (),
-                "device": OPTIONAL,
-                "ddp_seed": SEED,
-                "batch_size": (),
-                "drop_last": FLAG,
-                "shuffle": FLAG,
-                "sampler_library": (),
-                "seed": (None, -5),
-                "threads": OPTIONAL,
-                "ahead": OPTIONAL,
-                "tables": (None, {}),
-                "num_workers": (),
-                "generator": OPTIONAL,
-            },
+            "graph indices graph_sampler device ddp_seed batch_size drop_last shuffle "
+            "sampler_library seed threads ahead tables num_workers generator",
+            {**accepts, "batch_size": (), "num_workers": (), "sampler_library": ()},
+            first_of(DataLoader),
         ),
-        "DglSampler": (
-            lambda **arguments: DglSampler(**arguments).sample(SEEDS, 0),
+        "DglSampler": Case(
+            DglSampler,
             SAMPLER,
-            {"graph": (), "fanouts": (), "seed": SEED},
+            "graph fanouts seed",
+            WITH_SEED,
+            lambda **arguments: DglSampler(**arguments).sample(SEEDS, 0),
         ),
     }
 

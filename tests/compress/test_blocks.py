@@ -4,7 +4,6 @@ from compress.cases import mean_of, reducers, vectors
 
 from gcnzc.compress import Blocks, Dense, Rounded
 from gcnzc.compress.blocks import NUMBER_FORMATS
-from gcnzc.kernels.codec import blocks as codec_blocks
 
 # error bounds of rounding to the nearest, relative to the largest element of the block
 ROOM = {
@@ -50,33 +49,6 @@ def test_the_error_of_a_mean_is_at_most_two_rounding_errors(
     assert bool((wrong <= 2 * room * first * (1 + 1e-5)).all())
     # the bound is not far too wide
     assert bool((wrong > 0.2 * room * first).any())
-
-
-def test_ranks_stages_and_steps_have_different_draws(monkeypatch):
-    draws = []
-    encode = codec_blocks.encode_blocks
-
-    def watched(values, error, active, layout, rows, number_format, drawn, *args):
-        draws.append(drawn)
-        return encode(values, error, active, layout, rows, number_format, drawn, *args)
-
-    monkeypatch.setattr(codec_blocks, "encode_blocks", watched)
-    them = reducers(Blocks("int4", stochastic=True), 500, 4)
-    for _ in range(3):
-        mean_of(them, vectors(500, 4))
-    # per step, four ranks in each of two stages
-    assert len(draws) == len(set(draws)) == 3 * 8
-
-
-def test_a_failed_mean_does_not_advance_the_draws():
-    given = vectors(COUNT, 2)
-    them = reducers(Blocks("int4", stochastic=True), COUNT, 2)
-    mean_of(them, given)
-    assert [int(each.errors()["means"]) for each in them] == [1, 1]
-    spoiled = [given[0], given[1].clone().index_fill_(0, torch.tensor([7]), torch.inf)]
-    with pytest.raises(AssertionError):
-        mean_of(them, spoiled)
-    assert [each.means for each in them] == [1, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

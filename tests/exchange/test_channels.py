@@ -98,24 +98,6 @@ def test_a_message_that_has_arrived_answers_at_once_and_the_smallest_index_wins(
     assert outcome.results[0] == (0, 1.0)
 
 
-def test_a_limit_of_no_time_and_a_wait_that_ends_later():
-    def receive():
-        inbox = yield Start(Receive(number(), 1), "mail")
-        missed = yield First([inbox], 0.0)
-        # the limit of a wait that ended before does not end the next wait
-        found = yield First([inbox], 5.0)
-        yield Compute(10.0)
-        return missed, found, float((yield Wait(inbox)))
-
-    def send():
-        yield Compute(1.0)
-        yield Wait((yield Start(Send(number() + 7, 0), "mail")))
-
-    outcome = lockstep([receive(), send()], LINK)
-    assert outcome.results[0] == (None, 0, 7)
-    assert outcome.seconds[0] == pytest.approx(11.0 + DELAY_S)
-
-
 def test_channels_have_messages_of_their_own():
     def receive():
         first = yield Start(Receive(number(), 1), "a")
@@ -133,23 +115,6 @@ def test_channels_have_messages_of_their_own():
             yield Wait(each)
 
     assert lockstep([receive(), send()], LINK).results[0] == (1, 2, 3)
-
-
-def test_messages_of_a_channel_arrive_in_order_and_one_after_the_other():
-    def receive():
-        inboxes = []
-        for _ in range(3):
-            inboxes.append((yield Start(Receive(number(), 1), "mail")))
-        values = []
-        for inbox in inboxes:
-            values.append(float((yield Wait(inbox))))
-        return values
-
-    def send():
-        for value in range(3):
-            yield Wait((yield Start(Send(number() + value, 0), "mail")))
-
-    assert lockstep([receive(), send()], LINK).results[0] == [0, 1, 2]
 
 
 def test_a_receive_without_a_message_must_be_abandoned():
@@ -220,21 +185,6 @@ def test_a_mismatch_of_processes_names_channels(tmp_path):
     for other, own in results(2, tmp_path, report_channels):
         assert re.search(OTHER_CHANNEL, other)
         assert "the end of a started request on channel ring" in own
-
-
-def test_an_abandoned_receive_can_still_be_waited_for():
-    def receive():
-        inbox = yield Start(Receive(number(), 1), "mail")
-        yield Abandon(inbox)
-        missed = yield First([inbox], 0.5)
-        found = yield First([inbox])
-        return missed, found, float((yield Wait(inbox)))
-
-    def send():
-        yield Compute(1.0)
-        yield Wait((yield Start(Send(number() + 7, 0), "mail")))
-
-    assert lockstep([receive(), send()]).results[0] == (None, 0, 7)
 
 
 def test_an_abandoned_receive_drops_its_message():

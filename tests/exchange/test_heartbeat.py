@@ -197,16 +197,6 @@ def test_no_launcher_is_ended_if_the_store_can_be_reached(launcher):
     assert launcher.poll() is None
 
 
-def test_a_rank_that_never_connected_is_reported(monkeypatch):
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)
-    with served() as (_, port):
-        monitor = HeartbeatMonitor(
-            connected(port), 0, 2, "here", StoreHost("rank 1", ("127.0.0.1", port))
-        )
-        assert monitor.describe_failure().text == "rank 1 never connected"
-        monitor.stop()
-
-
 @pytest.mark.parametrize("has_launcher", [True, False])
 def test_only_a_process_that_a_launcher_started_ends_with_its_parent(has_launcher, monkeypatch):
     if has_launcher:
@@ -225,15 +215,6 @@ def test_only_a_process_that_a_launcher_started_ends_with_its_parent(has_launche
         time.sleep(0.05)
     monitor.stop()
     assert killed.is_set() == has_launcher
-
-
-def test_ranks_of_a_subgroup_are_reported_with_their_ranks_in_the_default_group():
-    stopped = {1: Heartbeat(beat=3, step=2, activity="training", host="here")}
-    text = describe_stopped_ranks(0, 2, range(2), stopped, stopped, [0, 2]).text
-    assert text.startswith("rank 2 (rank 1 of the subgroup) on here has stopped sending heartbeats")
-    assert describe_stopped_ranks(0, 2, range(2), stopped, stopped).text.startswith(
-        "rank 1 on here has stopped sending"
-    )
 
 
 def ask(request):

@@ -88,20 +88,12 @@ NO_REQUESTS = {
     "None": lambda: ask(None),
     "a class": lambda: start(Sum),
     "an algorithm": lambda: ask(ask(Now())),
-    "a sum as an algorithm": lambda: Sum(ones()),
     "a function": lambda: ask,
     "a handle": lambda: ask(Wait(3)),
     "start Now": lambda: start(Now()),
-    "start Start": lambda: start(Start(Sum(ones()))),
     "a key of bytes": lambda: ask(ReadKeys([b"k"])),
-    "start key": lambda: start(CompareAndSet("k", b"", b"x")),
-    "Now in started": lambda: start(ask(Now())),
     "Send in started": lambda: start(ask(Send(ones(), 1))),
-    "a started list": lambda: start(Sum([1])),
     "an array": lambda: ask(AllGather(np.ones(3))),
-    "a sent array": lambda: start(Send(np.ones(3), 1), "mail"),
-    "parts": lambda: ask(AllToAll([[1.0], [2.0]])),
-    "no parts": lambda: start(AllToAll(5)),
 }
 # also refused by a process that has no other rank
 ALONE = ("a parameter", "bytearray", "a long key", "negative")

@@ -6,20 +6,14 @@ from simulated_device import OnDevice, Reads
 
 from gcnzc.exchange import (
     AllGather,
-    AllToAll,
     Broadcast,
-    Group,
     Mean,
     Receive,
-    ReduceScatter,
     Send,
     SendReceive,
     Start,
-    Sum,
     Wait,
-    group,
     init_group,
-    process_group,
     run,
 )
 
@@ -67,38 +61,3 @@ def test_device_tensors_are_exchanged_through_host_memory_over_gloo(tmp_path):
         ]
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
-
-
-class Work:
-    """A replacement for the work of an NCCL process group."""
-
-    def __init__(self):
-        self.limits = []
-
-    def wait(self, *limits):
-        self.limits.append(limits)
-
-
-@torch.no_grad()
-def test_the_host_does_not_wait_for_requests_over_nccl(monkeypatch):
-    work, peers = Work(), Group()
-    peers.backend, peers.world_size, peers.ranks = "nccl", 2, [0, 1]
-    for name in ("all_reduce", "broadcast", "isend", "irecv", "all_to_all_single"):
-        monkeypatch.setattr(group.dist, name, lambda *args, **options: work)
-    monkeypatch.setattr(process_group, "_all_gather", lambda *args, **options: work)
-    monkeypatch.setattr(process_group, "_reduce_scatter", lambda *args, **options: work)
-    rows = OnDevice(torch.ones(4))
-    requests = [
-        *(Sum(rows), Mean(rows), AllGather(rows), Broadcast(rows), ReduceScatter(rows)),
-        *(AllToAll([rows, rows], [4, 4]), Send(rows, 1), Receive(rows, 1)),
-    ]
-
-    def only(request):
-        yield request
-
-    with Reads():
-        for request in requests:
-            run(only(request), peers)
-        assert not Reads.seen
-    # with a time limit the host would poll; the process group has its own limit
-    assert work.limits == [()] * len(requests)

@@ -1,33 +1,25 @@
-"""A2CiD2 in rounds of pairs: its events, its limiting cases, checkpoints and bytes."""
+"""A2CiD2: its events in rounds of pairs, and exchanges that are overlapped with the steps."""
 
+import copy
 import math
+import random
 
 import pytest
 import torch
-from optim.local import (
-    adamw,
-    sgd,
-    taught,
-    team,
-    train,
-    vector_of,
-)
+from optim.teams import broadcast, of_ranks, steps_of, team, train
 from torch import nn
 
-from gcnzc.exchange import Group, lockstep
+from gcnzc.exchange import (
+    Compute,
+    Group,
+    Link,
+    Now,
+    RequestMismatch,
+    lockstep,
+)
 from gcnzc.optim import A2CiD2, LocalSGD
-from gcnzc.optim.a2cid2 import compute_momentum
-from gcnzc.optim.gossip import GossipGraph
 
 SIZE = 6
-
-
-def make(**options):
-    return lambda inner, group: A2CiD2(inner, group, **options)
-
-
-def local_sgd(inner, group):
-    return LocalSGD(inner, group, local_steps=1)
 
 
 def vectors(world_size):
@@ -36,11 +28,11 @@ def vectors(world_size):
     return torch.randn(world_size, SIZE, generator=generator, dtype=torch.float64)
 
 
-def train_vectors(world_size, steps, *, targets=None, **options):
-    """Parameters and x~ of each rank after SGD with lr 0.1 towards a target of its own."""
+def make_ranks(world_size, **options):
+    """Parameters that differ between ranks, and their optimizers, of SGD with lr 0.1."""
     parameters = [nn.Parameter(each) for each in vectors(world_size)]
     optimizers = [
-        make(**options)(torch.optim.SGD([each], lr=0.1), Group(rank, world_size))
+        A2CiD2(torch.optim.SGD([each], lr=0.1), Group(rank, world_size), **options)
         for rank, each in enumerate(parameters)
     ]
     for optimizer in optimizers:
@@ -48,14 +40,20 @@ def train_vectors(world_size, steps, *, targets=None, **options):
         optimizer.is_broadcast = True
         optimizer.on_broadcast()
         optimizer.is_in_sync = False
+    return parameters, optimizers
+
+
+# --- in rounds
+
+
+def train_vectors(world_size, steps, targets, **options):
+    """Parameters and x~ of each rank after steps towards a target of its own."""
+    parameters, optimizers = make_ranks(world_size, **options)
     for _ in range(steps):
-        for rank, each in enumerate(parameters):
-            each.grad = torch.zeros(SIZE, dtype=torch.float64)
-            if targets is not None:
-                each.grad = each.detach() - targets[rank]
+        for each, target in zip(parameters, targets, strict=True):
+            each.grad = each.detach() - target
         lockstep([optimizer.algorithm() for optimizer in optimizers])
-    found = torch.stack([each.detach() for each in parameters])
-    return found, [each.second for each in optimizers], optimizers
+    return torch.stack([each.detach() for each in parameters]), optimizers
 
 
 def reference(world_size, steps, rounds, rate, eta, alpha, targets):
@@ -94,90 +92,48 @@ ODD_RING = [[(0, 1), (2, 3)], [(0, 4), (1, 2)], [(3, 4)]]
 RINGS = {2: [[(0, 1)]], 4: [[(0, 1), (2, 3)], [(0, 3), (1, 2)]], 5: ODD_RING}
 
 
+@pytest.mark.parametrize("eta", [None, 0])
 @pytest.mark.parametrize("rate", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("world_size", RINGS)
-def test_the_events_are_those_of_the_equations(world_size, rate):
+def test_the_events_are_those_of_the_equations(world_size, rate, eta):
+    """Without momentum they are plain gossip."""
     targets = vectors(world_size) + torch.arange(world_size, dtype=torch.float64)[:, None]
-    rounds = RINGS[world_size]
-    found, second, optimizers = train_vectors(world_size, 8, targets=targets, gossip_rate=rate)
+    found, optimizers = train_vectors(world_size, 8, targets, gossip_rate=rate, eta=eta)
     momentum = optimizers[0].momentum
-    x, expected = reference(world_size, 8, rounds, rate, momentum.eta, momentum.alpha, targets)
+    constants = (momentum.eta, momentum.alpha) if eta is None else (0.0, 0.5)
+    x, second = reference(world_size, 8, RINGS[world_size], rate, *constants, targets)
     torch.testing.assert_close(found, x, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(torch.stack(second), expected, rtol=1e-12, atol=1e-12)
+    if eta is None:
+        own = torch.stack([each.second for each in optimizers])
+        torch.testing.assert_close(own, second, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("world_size", [4, 8, 16])
 @pytest.mark.parametrize("rate", [1.0, 3.0])
 def test_the_constants_of_a_ring(world_size, rate):
-    rates = GossipGraph("ring").rates(world_size, rate)
-    found = compute_momentum(world_size, rates)
+    found = make_ranks(world_size, gossip_rate=rate)[1][0].momentum
     chi_1 = 1 / (rate * (1 - math.cos(2 * math.pi / world_size)))
     # two edges in series with the others, of conductance rate / 2
     chi_2 = (world_size - 1) / world_size / rate
     assert found.eta == pytest.approx(1 / (2 * math.sqrt(chi_1 * chi_2)))
     assert found.alpha == pytest.approx(math.sqrt(chi_1 / chi_2) / 2)
-    assert compute_momentum(world_size, rates, 0.25).eta == 0.25
-    assert compute_momentum(world_size, rates, 0.0).alpha == 0.5
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
-def test_exchanges_preserve_the_sums_of_both_variables_and_agree(world_size):
-    begin = vectors(world_size)
-    found, second, _ = train_vectors(world_size, 40)
-    for each in (found, torch.stack(second)):
-        torch.testing.assert_close(each.sum(0), begin.sum(0), rtol=0, atol=1e-12)
-    assert (found - begin.mean(0)).abs().max() < 1e-3
-
-
-def test_without_momentum_it_is_plain_gossip_bit_for_bit():
-    targets = vectors(4) + 1
-    found, second, optimizers = train_vectors(4, 7, targets=targets, eta=0)
-    x = vectors(4)
-    for step in range(7):
-        x = x.add(x - targets, alpha=-0.1)
-        for i, j in RINGS[4][step % 2]:
-            x[i] = x[j] = (x[i] + x[j]) / 2
-    assert torch.equal(found, x)
-    assert second == [None] * 4
-    assert "second" not in optimizers[0].snapshot()["local"]
-
-
-@pytest.mark.parametrize("inner", [sgd, adamw])
-def test_two_ranks_without_momentum_are_local_sgd_with_an_exchange_in_every_step(inner):
-    models, optimizers = team(2, make(eta=0), inner)
-    others, theirs = team(2, local_sgd, inner)
-    train(models, optimizers, 12)
-    train(others, theirs, 12)
-    for one, other in zip(models, others, strict=True):
-        assert torch.equal(vector_of(one), vector_of(other))
-
-
-def test_half_a_round_per_step_exchanges_in_every_second_step():
-    _, _, optimizers = train_vectors(4, 9, gossip_rate=0.5)
-    assert [each.num_pairs for each in optimizers] == [5] * 4
-    assert optimizers[0].num_exchanges == 5
-
-
-def test_one_rank_of_an_odd_ring_is_idle():
-    _, _, optimizers = train_vectors(3, 9)
-    assert [each.num_pairs for each in optimizers] == [6] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bytes_are_as_stated(dtype):
-    models, optimizers = team(4, make(control_interval=100), dtype=dtype)
-    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
-    pairs = zip(models, optimizers, strict=True)
-    found = lockstep([taught(model, optimizer, 15) for model, optimizer in pairs])
-    count = optimizers[0].flat.num_elements
+    models, optimizers = team(
+        4, lambda inner, group: A2CiD2(inner, group, control_interval=100), dtype=dtype
+    )
+    broadcast(optimizers)
+    found = lockstep(of_ranks(steps_of, models, optimizers, 15))
+    count = sum(each.numel() for each in models[0].parameters() if each.requires_grad)
     for ledger in found.ledgers:
         assert ledger.bytes_sent == 15 * count * dtype.itemsize
-    expected = 2 * count * dtype.itemsize
-    assert optimizers[0].state_bytes == expected
+    assert optimizers[0].state_bytes == 2 * count * dtype.itemsize
 
 
 def test_nothing_changes_if_both_peers_are_not_finite():
-    models, optimizers = team(2, make(eta=0))
+    models, optimizers = team(2, lambda inner, group: A2CiD2(inner, group, eta=0))
     train(models, optimizers, 1)
     with torch.no_grad():
         models[0].rare[1] = models[1].rare[0] = math.nan
@@ -186,3 +142,156 @@ def test_nothing_changes_if_both_peers_are_not_finite():
     assert [optimizer.dropped for optimizer in optimizers] == [1, 1]
     reason = "the parameters of rank 0 and 1 are not finite or too large"
     assert all(reason in optimizer.skip_reason for optimizer in optimizers)
+
+
+# --- overlapped with the steps, of ranks that differ in speed
+
+
+def overlapped_steps(parameter, optimizer, times, target=None, each=None, finalizes=True):
+    """Steps that take these times; their ends by the clock, and the parameters at the end."""
+    ends = []
+    for seconds in times:
+        yield Compute(seconds)
+        parameter.grad = torch.zeros(SIZE, dtype=torch.float64)
+        if target is not None:
+            parameter.grad = parameter.detach() - target
+        yield from optimizer.algorithm()
+        ends.append((yield Now()))
+        if each is not None:
+            each(optimizer)
+    own = parameter.detach().clone()
+    if finalizes:
+        yield from optimizer.finalize_algorithm()
+    return ends, own
+
+
+def simulate(times, targets=None, each=None, link=Link(delay_s=0.01), finalizes=True, **options):  # noqa: B008
+    parameters, optimizers = make_ranks(len(times), asynchronous=True, **options)
+    targets = [None] * len(times) if targets is None else targets
+    ranks = zip(parameters, optimizers, times, targets, strict=True)
+    outcome = lockstep([overlapped_steps(*rank, each, finalizes) for rank in ranks], link)
+    return parameters, optimizers, outcome
+
+
+def test_two_ranks_exchange_as_a_reference():
+    """Rank 0 makes an offer after a step, and applies the answer two steps later."""
+    targets = vectors(2) + torch.tensor([[1.0], [3.0]], dtype=torch.float64)
+    _, optimizers, outcome = simulate([[1.0] * 8] * 2, targets, eta=0)
+    x = vectors(2)
+    offer = answer = None
+    for _ in range(8):
+        x = x - 0.1 * (x - targets)
+        if answer is not None:
+            x[0] -= (offer - answer) / 2
+            offer = answer = None
+        if offer is not None:
+            answer = x[1].clone()
+            x[1] -= (answer - offer) / 2
+        else:
+            offer = x[0].clone()
+    for rank, (_, own) in enumerate(outcome.results):
+        torch.testing.assert_close(own, x[rank], rtol=0, atol=1e-14)
+    assert [each.num_pairs for each in optimizers] == [4, 4]
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_a_slow_rank_does_not_slow_the_others(slow):
+    times = [[3.0 if rank == slow else 1.0] * 40 for rank in range(4)]
+    _, optimizers, outcome = simulate(times)
+    for rank, (ends, _) in enumerate(outcome.results):
+        assert ends[-1] < (3.05 if rank == slow else 1.1) * 40 * 1.05
+    # the others still exchange, and not only when the slow rank does
+    for rank, optimizer in enumerate(optimizers):
+        assert rank == slow or optimizer.num_pairs > 20
+    # of data parallelism, each step takes as long as that of the slowest rank
+    parameters = [nn.Parameter(each) for each in vectors(4)]
+    others = [
+        LocalSGD(torch.optim.SGD([each], lr=0.1), Group(rank, 4), local_steps=1)
+        for rank, each in enumerate(parameters)
+    ]
+    ranks = zip(parameters, others, times, strict=True)
+    outcome = lockstep([overlapped_steps(*rank) for rank in ranks], Link(delay_s=0.01))
+    assert all(ends[-1] > 3 * 40 for ends, _ in outcome.results)
+
+
+def test_signals_are_delivered_in_the_same_step_on_all_ranks():
+    for seed in range(10):
+        choose = random.Random(seed)
+        world_size = choose.randint(2, 5)
+        sender, at = choose.randrange(world_size), choose.randrange(1, 6)
+        speeds = [choose.choice([0.5, 1.0, 3.0]) for _ in range(world_size)]
+        seen = [[] for _ in range(world_size)]
+
+        def each(optimizer, seen=seen, sender=sender, at=at):
+            rank, flags = optimizer.group.rank, optimizer.received_signals
+            if any(flags):
+                seen[rank].append((optimizer.steps, list(flags)))
+                optimizer.signals = [False, False]
+            elif rank == sender and optimizer.steps >= at and not seen[rank]:
+                optimizer.signals = [True, False]
+
+        times = [[speed] * 60 for speed in speeds]
+        simulate(times, each=each, signals=2, control_interval=2)
+        # a sum takes part in the signal once, though the sender sends it until it is received
+        assert len(seen[0]) == 1
+        assert seen[0][0][1] == [True, False]
+        assert seen[0][0][0] > at
+        assert all(each == seen[0] for each in seen)
+
+
+@pytest.mark.parametrize("interval", [3, 100])
+def test_a_rank_that_takes_fewer_steps_is_an_error(interval):
+    # with many sums, rank 1 starts one less
+    expected = {
+        3: (RequestMismatch, "requests do not match"),
+        100: (ValueError, "number of steps differs between ranks: 9 on"),
+    }
+    kind, message = expected[interval]
+    with pytest.raises(kind, match=message):
+        simulate([[1.0] * 9, [1.0] * 8, [1.0] * 9], control_interval=interval)
+
+
+def test_a_rank_with_parameters_that_are_not_finite_does_not_damage_the_others():
+    def damage(optimizer):
+        (parameter,) = optimizer.param_groups[0]["params"]
+        if optimizer.steps == 5 and optimizer.group.rank == 2:
+            with torch.no_grad():
+                parameter[1] = math.nan
+        elif optimizer.group.rank != 2:
+            assert parameter.isfinite().all()
+
+    times = [[1.0 + 0.1 * rank] * 20 for rank in range(4)]
+    parameters, optimizers, _ = simulate(times, each=damage)
+    assert all(torch.equal(each, parameters[0]) for each in parameters)
+    assert parameters[0].isfinite().all()
+    assert optimizers[2].dropped >= 1
+
+
+def test_exchanges_from_before_a_state_was_loaded_are_ignored():
+    states, loaded = {}, set()
+
+    def load(optimizer):
+        rank = optimizer.group.rank
+        if optimizer.steps == 1 and rank not in states:
+            states[rank] = copy.deepcopy(optimizer.state_dict())
+        elif optimizer.steps == 6 and rank not in loaded:
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][0].copy_(1e3 * vectors(4)[rank])
+            optimizer.load_state_dict(states[rank])
+            loaded.add(rank)
+
+    times = [[1.0 + 0.3 * rank] * 20 for rank in range(4)]
+    parameters, _, outcome = simulate(times, each=load, link=Link(delay_s=0.1), eta=0)
+    assert len(loaded) == 4
+    # the mean is that of parameters after step 1, not of those that the state replaced
+    assert parameters[0].abs().max() < 5
+    assert all(own.abs().max() < 5 for _, own in outcome.results)
+
+
+def test_bytes_of_overlapped_exchanges_are_as_stated():
+    _, _, outcome = simulate([[1.0] * 21] * 4, finalizes=False, control_interval=100)
+    for ledger in outcome.ledgers:
+        entry = ledger.entries["Send"]
+        assert entry.bytes_sent == entry.messages * (SIZE + 2) * 8
+        # one exchange per step, and the last offers may have no answer yet
+        assert 20 <= entry.messages <= 22

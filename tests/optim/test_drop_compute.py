@@ -1,19 +1,27 @@
+"""DropCompute: steps on the computed micro-batches, thresholds, calibration, resuming."""
+
 import copy
-import pickle
 
 import numpy as np
 import pytest
 import torch
-from collective_sizes import lockstep_by
-from optim.local import all_equal, saved, vector_of
-from optim.models import ROWS, Everything, loss_of
+from optim.teams import (
+    ROWS,
+    Everything,
+    all_equal,
+    loss_of,
+    of_ranks,
+    saved,
+    step_all,
+    vector_of,
+    vectors_of,
+)
 from torch import nn
 
-from gcnzc.compress import Dense, Sign
+from gcnzc.compress import Sign
 from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import Averaged, DropCompute, resize_state
 from gcnzc.optim.synchronous.compute_clock import ComputeClock, SimulatedClock, SimulatedEvent
-from gcnzc.optim.synchronous.compute_deadline import TOLERANCE
 from gcnzc.optim.synchronous.effective_speed import (
     choose_threshold,
     effective_speed,
@@ -35,17 +43,6 @@ def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.01)
 
 
-class ScriptedClock(ComputeClock):
-    """A clock that a test sets forward."""
-
-    def __init__(self, device="cpu"):
-        super().__init__(torch.device(device))
-        self.time_s = 0.0
-
-    def record(self):
-        return SimulatedEvent(self.time_s)
-
-
 def micro_batch(step, rank, number):
     generator = torch.Generator().manual_seed(1000 * step + 50 * rank + number)
     return torch.randperm(ROWS, generator=generator)[: 6 + (step + number) % 3]
@@ -60,16 +57,15 @@ def seconds(step, rank, number):
 def team(world_size, inner=sgd, dtype=torch.float64, **options):
     models = [Everything().to(dtype) for _ in range(world_size)]
     options = {"micro_batches": MICRO, "threshold": None, **options}
-    optimizers = [
+    return models, [
         DropCompute(
             inner(model.parameters()), Group(rank, world_size), clock=SimulatedClock(), **options
         )
         for rank, model in enumerate(models)
     ]
-    return models, optimizers
 
 
-def taught(model, optimizer, steps, times=seconds, each=None, computed=None, passes=1):
+def steps_of(model, optimizer, steps, times=seconds, each=None, computed=None, passes=1):
     """Steps of one rank in virtual time; `computed` collects (step, rank, number)."""
     clock, rank = optimizer.deadline.clock, optimizer.group.rank
     yield from clock.update()
@@ -90,12 +86,11 @@ def taught(model, optimizer, steps, times=seconds, each=None, computed=None, pas
                 computed.append((step, rank, number))
         yield from optimizer.algorithm()
         if each is not None:
-            each(step)
+            each(step, rank)
 
 
 def train(models, optimizers, steps, **options):
-    pairs = zip(models, optimizers, strict=True)
-    return lockstep([taught(*pair, steps, **options) for pair in pairs])
+    return lockstep(of_ranks(steps_of, models, optimizers, steps, **options))
 
 
 def accumulated(model, optimizer, steps):
@@ -122,12 +117,12 @@ def test_without_drops_it_is_accumulation_bit_for_bit(world_size, compress, thre
     ]
     pairs = zip(plain, averaged, strict=True)
     lockstep([accumulated(*pair, range(6)) for pair in pairs])
-    assert all(map(torch.equal, map(vector_of, models), map(vector_of, plain)))
+    assert torch.equal(vectors_of(models), vectors_of(plain))
     assert all(optimizer.dropped_micro_batches == 0 for optimizer in optimizers)
     assert all(optimizer.computed_micro_batches == 6 * MICRO for optimizer in optimizers)
 
 
-def alone_over(computed, steps, inner=sgd):
+def alone_over(computed, steps, inner):
     """One process that accumulates exactly these micro-batches."""
     model = Everything()
     optimizer = inner(model.parameters())
@@ -178,26 +173,35 @@ def test_a_step_is_that_of_one_process_on_the_computed_micro_batches(world_size,
 def test_sizes_weight_the_micro_batches(world_size):
     models, optimizers = team(world_size)
     # two micro-batches on even ranks, three on odd ones, of one to three rows
-    plan = [
-        [(torch.arange(rank + m, rank + m + 1 + m), (1 + m) / 2) for m in range(2 + rank % 2)]
+    rows = [
+        [torch.arange(rank + m, rank + m + 1 + m) for m in range(2 + rank % 2)]
         for rank in range(world_size)
     ]
 
-    def steps(rank):
-        optimizer = optimizers[rank]
-        rows, sizes = zip(*plan[rank], strict=True)
-        for number, batch in enumerate(optimizer.micro_batches(rows, sizes)):
+    def step(rank):
+        sizes = [len(each) / 2 for each in rows[rank]]
+        for number, batch in enumerate(optimizers[rank].micro_batches(rows[rank], sizes)):
             (sizes[number] * loss_of(models[rank], batch)).backward()
-        yield from optimizer.algorithm()
+        yield from optimizers[rank].algorithm()
 
-    lockstep([steps(rank) for rank in range(world_size)])
+    lockstep([step(rank) for rank in range(world_size)])
     model = Everything()
     inner = sgd(model.parameters())
-    loss_of(model, torch.cat([rows for each in plan for rows, _ in each])).backward()
+    loss_of(model, torch.cat([each for own in rows for each in own])).backward()
     inner.step()
     for each in models:
         torch.testing.assert_close(vector_of(each), vector_of(model), rtol=1e-9, atol=1e-12)
-    assert all(optimizer.dropped_micro_batches == 0 for optimizer in optimizers)
+
+
+class ScriptedClock(ComputeClock):
+    """A clock that a test sets forward."""
+
+    def __init__(self, device="cpu"):
+        super().__init__(torch.device(device))
+        self.time_s = 0.0
+
+    def record(self):
+        return SimulatedEvent(self.time_s)
 
 
 def test_micro_batches_end_at_the_threshold_and_leave_the_rest():
@@ -215,16 +219,14 @@ def test_micro_batches_end_at_the_threshold_and_leave_the_rest():
     # at least one, and one that has begun is finished
     assert taken(source, 100.0) == [0]
     assert taken(source, 1.5) == [1, 2]
-    assert taken(source, 2.0) == [3]
     # at most as many as a step has
-    assert taken(source, 0.25) == [4, 5, 6, 7]
-    assert taken(source, 0.0) == [8, 9]
+    assert taken(source, 0.25) == [3, 4, 5, 6]
     assert taken([], 1.0) == []
     optimizer.step()
     # what an iterator does not have is not dropped
     assert optimizer.dropped_micro_batches == 0
-    # the time to wait for a micro-batch counts
 
+    # the time to wait for a micro-batch counts
     def slow():
         for number in range(4):
             clock.time_s += 1.0
@@ -242,24 +244,23 @@ def test_micro_batches_end_at_the_threshold_and_leave_the_rest():
 def test_ranks_without_micro_batches_contribute_nothing():
     models, optimizers = team(2)
 
-    def steps(rank):
+    def step(rank):
         rows = [torch.arange(4), torch.arange(4, 8)] if rank else []
         for batch in optimizers[rank].micro_batches(rows):
             loss_of(models[rank], batch).backward()
         yield from optimizers[rank].algorithm()
 
-    lockstep([steps(0), steps(1)])
+    lockstep([step(0), step(1)])
     expected = Everything()
     inner = sgd(expected.parameters())
     loss_of(expected, torch.arange(8)).backward()
     inner.step()
-    assert all_equal(models)
-    torch.testing.assert_close(vector_of(models[0]), vector_of(expected), rtol=1e-9, atol=1e-12)
     # no rank has any: nothing is updated, and nothing is divided by zero
     for optimizer in optimizers:
         optimizer.zero_grad()
         list(optimizer.micro_batches([]))
-    lockstep([optimizer.algorithm() for optimizer in optimizers])
+    step_all(optimizers)
+    assert all_equal(models)
     torch.testing.assert_close(vector_of(models[0]), vector_of(expected), rtol=1e-9, atol=1e-12)
 
 
@@ -290,46 +291,33 @@ class FakeGpu(ComputeClock):
 
 @pytest.mark.parametrize(("threshold", "expected"), [(None, 6), (2.5, 4), (1.0, 2), (0.5, 2)])
 def test_the_host_does_not_wait_for_the_last_micro_batch_of_a_gpu(threshold, expected):
-    model, gpu = nn.Linear(2, 2), FakeGpu([1.0] * 6)
-    optimizer = DropCompute(
-        sgd(model.parameters()), micro_batches=6, threshold=threshold, clock=gpu
-    )
-    assert len(list(optimizer.micro_batches(range(6)))) == expected
+    def of(gpu, threshold=threshold, **options):
+        inner = sgd(nn.Linear(2, 2).parameters())
+        return DropCompute(inner, micro_batches=6, threshold=threshold, clock=gpu, **options)
+
+    gpu = FakeGpu([1.0] * 6)
+    assert len(list(of(gpu).micro_batches(range(6)))) == expected
     assert set(gpu.behind) <= {1}
     assert (threshold is None) == (not gpu.behind)
     kept = find_executed(np.cumsum([1.0] * 6), threshold or np.inf, delay=gpu.delay)
     assert kept.sum() == expected
     # one pass later with separate passes, of which each is shorter
     gpu = FakeGpu([0.5] * 12)
-    optimizer = DropCompute(
-        sgd(model.parameters()), micro_batches=6, threshold=threshold, clock=gpu
-    )
+    optimizer = of(gpu)
     kept = find_executed(np.cumsum([0.5] * 12), threshold or np.inf, 2, gpu.delay)[1::2]
     value = torch.zeros((), requires_grad=True)
     done = [optimizer.backward(1 * value) for _ in optimizer.micro_batches(range(6))]
     assert sum(done) == kept.sum()
     assert set(gpu.behind) <= {1}
     # and not while it measures
-    again = FakeGpu([1.0] * 6)
-    optimizer = DropCompute(
-        sgd(model.parameters()), micro_batches=6, threshold="auto", calibration=(1, 9), clock=again
-    )
+    gpu = FakeGpu([1.0] * 6)
+    optimizer = of(gpu, "auto", calibration=(1, 9))
     assert len(list(optimizer.micro_batches(range(6)))) == 6
     optimizer.step()
-    assert again.behind == []
+    assert gpu.behind == []
 
 
-def test_clocks_are_copied_without_handles():
-    clock = ComputeClock(torch.device("cpu"))
-    before = clock.record()
-    again = pickle.loads(pickle.dumps(clock))
-    assert before.seconds_to(again.record()) > 0
-    optimizer = team(1, threshold="auto", calibration=(1, 4))[1][0]
-    list(optimizer.micro_batches(range(MICRO)))
-    optimizer.step()
-    other = copy.deepcopy(optimizer)
-    assert torch.equal(other.deadline.measured_times(), optimizer.deadline.measured_times())
-    assert len(other.deadline.measured_times()) == 1
+# --- the threshold
 
 
 def speed_by_loops(times, overhead, threshold, passes=1):
@@ -355,29 +343,19 @@ def log_normal(world_size, steps, micro, sigma=1.0, seed=0):
     return np.cumsum(drawn, axis=2)
 
 
-@pytest.mark.parametrize("overhead", [0.0, 3.0])
-@pytest.mark.parametrize("passes", [1, 2])
-def test_the_effective_speed_follows_its_definition(overhead, passes):
-    ends = log_normal(4, 7, 6)
-    found = effective_speed(ends, overhead, np.inf, passes)
-    assert (found.speed, found.dropped) == (1.0, 0.0)
-    for threshold in np.quantile(ends, [0.0, 0.3, 0.6, 0.9]):
-        found = effective_speed(ends, overhead, threshold, passes)
-        assert (found.speed, found.dropped) == pytest.approx(
-            speed_by_loops(ends, overhead, threshold, passes)
-        )
-
-
 @pytest.mark.parametrize("max_dropped", [0.02, 0.1, 0.5])
 @pytest.mark.parametrize(("overhead", "passes"), [(0.0, 1), (3.0, 1), (3.0, 2)])
 def test_the_chosen_threshold_is_the_best_within_the_limit(overhead, passes, max_dropped):
     ends = log_normal(8, 20, 6 * passes)
+    for threshold in (np.inf, *np.quantile(ends, [0.0, 0.3, 0.6, 0.9])):
+        found = effective_speed(ends, overhead, threshold, passes)
+        expected = speed_by_loops(ends, overhead, threshold, passes)
+        assert (found.speed, found.dropped) == pytest.approx(expected)
     found = choose_threshold(ends, overhead, max_dropped, passes)
     assert found.speed > 1
     assert 0 < found.dropped <= max_dropped
-    assert (found.speed, found.dropped) == pytest.approx(
-        speed_by_loops(ends, overhead, found.seconds, passes)
-    )
+    expected = speed_by_loops(ends, overhead, found.seconds, passes)
+    assert (found.speed, found.dropped) == pytest.approx(expected)
     everything = [
         speed_by_loops(ends, overhead, each, passes) for each in np.unique(ends)[::passes]
     ]
@@ -396,13 +374,10 @@ def test_nothing_is_dropped_if_that_does_not_help():
     # too few micro-batches for the delay
     assert find_executed(ends[..., :2], 0.1, delay=1).all()
     assert choose_threshold(ends[..., :2], 0.0, 0.5, delay=1).seconds == np.inf
-
-
-def test_the_overhead_is_what_follows_the_slowest_rank():
+    # the overhead is what follows the slowest rank
     ends = log_normal(3, 4, 5)
     rest = ends[..., -1].max(axis=0) - ends[..., -1] + 0.25
     assert measured_overhead(ends, rest) == pytest.approx(0.25)
-    assert measured_overhead(ends[:, :0], rest[:, :0]) == 0.0
 
 
 def noisy(seed, slow=lambda step: 1.0):
@@ -423,32 +398,28 @@ def test_all_ranks_select_the_threshold_that_the_times_of_the_calibration_predic
     thresholds = {optimizer.deadline.threshold_s for optimizer in optimizers}
     measured = times_of(world_size, range(2, 12), passes, times)
     expected = choose_threshold(measured, 0.0, 0.2, passes)
-    assert not any(optimizer.deadline.is_calibrating for optimizer in optimizers)
-    if world_size == 1:
-        assert thresholds == {np.inf}
-    else:
-        assert thresholds.pop() == pytest.approx(expected.seconds)
-        assert not thresholds
-        assert optimizers[0].deadline.prediction.speed == pytest.approx(expected.speed)
+    assert len(thresholds) == 1
+    assert thresholds.pop() == pytest.approx(expected.seconds if world_size > 1 else np.inf)
     train(models, optimizers, range(12, 60), times=times, passes=passes)
     assert all_equal(models)
     assert (optimizers[0].dropped_share > 0) == (world_size > 1)
-    assert optimizers[0].dropped_share < TOLERANCE * 0.2
+    assert optimizers[0].dropped_share < 0.4
 
 
 def test_it_measures_again_if_more_is_dropped_than_the_limit_permits():
     times = noisy(5, lambda step: 3.0 if step >= 30 else 1.0)
     models, optimizers = team(3, threshold="auto", calibration=(1, 15), max_dropped=0.2)
     train(models, optimizers, range(30), times=times)
-    assert [each.deadline.calibrations for each in optimizers] == [1] * 3
     before = optimizers[0].deadline.threshold_s
     # everything takes three times as long
     train(models, optimizers, range(30, 60), times=times)
     after = {each.deadline.threshold_s for each in optimizers}
-    assert optimizers[0].deadline.calibrations >= 2
     assert len(after) == 1
     assert after.pop() > 1.5 * before
     assert all_equal(models)
+
+
+# --- resuming
 
 
 OPTIONS = {
@@ -463,15 +434,11 @@ def test_a_run_resumes_from_any_step(options):
     models, optimizers = team(3, adam, **options)
     states = {}
 
-    def keep(rank):
-        def each(step):
-            state = saved(optimizers[rank].state_dict())
-            states[step, rank] = state, copy.deepcopy(models[rank].state_dict())
+    def keep(step, rank):
+        state = saved(optimizers[rank].state_dict())
+        states[step, rank] = state, copy.deepcopy(models[rank].state_dict())
 
-        return each
-
-    pairs = enumerate(zip(models, optimizers, strict=True))
-    lockstep([taught(*pair, range(12), each=keep(rank)) for rank, pair in pairs])
+    train(models, optimizers, range(12), each=keep)
     assert optimizers[0].dropped_share > 0
     for step in range(11):
         again, others = team(3, adam, **options)
@@ -480,13 +447,11 @@ def test_a_run_resumes_from_any_step(options):
             other.load_state_dict(state)
             again[rank].load_state_dict(weights)
         train(again, others, range(step + 1, 12))
-        assert all(map(torch.equal, map(vector_of, again), map(vector_of, models))), step
+        assert torch.equal(vectors_of(again), vectors_of(models)), step
         for other, optimizer in zip(others, optimizers, strict=True):
             assert other.dropped_micro_batches == optimizer.dropped_micro_batches
             assert other.computed_micro_batches == optimizer.computed_micro_batches
             assert other.dropped_share == optimizer.dropped_share
-            assert other.deadline.measured == optimizer.deadline.measured
-            assert torch.equal(other.deadline.times, optimizer.deadline.times)
 
 
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 3), (3, 1)])
@@ -500,31 +465,13 @@ def test_another_number_of_ranks_measures_again(old, new):
     for rank, other in enumerate(others):
         other.load_state_dict(resize_state(states, rank, new))
         again[rank].load_state_dict(models[0].state_dict())
-        assert other.deadline.is_calibrating
         assert other.deadline.threshold_s == np.inf
-        assert other.steps == 10
     train(again, others, range(10, 20))
     assert all_equal(again)
     assert not others[0].deadline.is_calibrating
 
 
-@pytest.mark.parametrize("compress", [None, Dense(torch.float16)], ids=["plain", "half"])
-def test_two_numbers_are_sent_with_the_gradients(compress):
-    options = {"signals": 2, "compress": compress}
-    models, optimizers = team(4, dtype=torch.float32, threshold=2.0, **options)
-    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
-    train(models, optimizers, range(1))
-    pairs = zip(models, optimizers, strict=True)
-    found = lockstep_by("builtin", [taught(*pair, range(1, 6)) for pair in pairs])
-    layout = optimizers[0].gradients.layouts[0]
-    # a flag for each parameter, the hash bit, the signals, and the counts
-    elements = layout.num_elements + len(layout.parameters) + 1 + 2 + 2
-    for ledger in found.ledgers:
-        stated = 5 * (compress or Dense()).bytes_sent(elements, 4)
-        # the parts of the ring differ by an element
-        assert abs(ledger.bytes_sent - stated) <= 5 * 6 * 4
-        assert ledger.requests == 5
-    assert sum(optimizer.dropped_micro_batches for optimizer in optimizers) > 0
+# --- wrong use
 
 
 def test_bad_micro_batches_are_an_error():
@@ -534,28 +481,20 @@ def test_bad_micro_batches_are_an_error():
     with pytest.raises(ValueError, match=r"(?s)1 sizes for 2 micro-batches.*hint: "):
         optimizer.micro_batches([1, 2], [1.0])
     for bad in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=r"(?s)sizes are .*hint: "):
+        with pytest.raises(ValueError, match="sizes are "):
             optimizer.micro_batches([1, 2], [1.0, bad])
-    with pytest.raises(TypeError, match="Linear"):
-        DropCompute(nn.Linear(2, 2), micro_batches=2)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_without_counted_micro_batches_is_an_error(ranks):
     models, optimizers = team(ranks)
-    before = vector_of(models[0]).clone()
-
-    def steps(rank):
-        optimizer = optimizers[rank]
-        yield from optimizer.broadcast_model_algorithm()
-        for number in range(2):
-            loss_of(models[rank], micro_batch(0, rank, number)).backward()
-        yield from optimizer.algorithm()
-
+    before = vectors_of(models)
+    for rank, model in enumerate(models):
+        loss_of(model, micro_batch(0, rank, 0)).backward()
     message = r"(?s)`micro_batches` was not iterated since .*hint: .*micro_batches\(batches\)"
     with pytest.raises(ValueError, match=message):
-        lockstep([steps(rank) for rank in range(ranks)])
-    assert all(torch.equal(vector_of(model), before) for model in models)
+        step_all(optimizers)
+    assert torch.equal(vectors_of(models), before)
 
 
 def test_models_that_communicate_are_refused():

@@ -6,20 +6,23 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from optim.local import (
+from optim.teams import (
+    Everything,
     all_equal,
-    gradients_of,
+    around,
+    batches,
+    loss_of,
     mean_of,
     saved,
+    set_gradients,
     team,
     train,
     vector_of,
 )
-from optim.models import Everything, batches, loss_of, train_on_shares
 from torch import nn
 
-from gcnzc.exchange import Group, lockstep
-from gcnzc.optim import DiLoCo, LocalSGD, Muon
+from gcnzc.exchange import Group
+from gcnzc.optim import Averaged, DiLoCo, LocalSGD, Muon
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 
@@ -33,15 +36,15 @@ def build():
     return nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 4), nn.Linear(4, 4))
 
 
-def backward(model, optimizer, seed):
-    optimizer.zero_grad()
+def backward(model, seed):
+    model.zero_grad()
     rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
     model(rows).square().mean().backward()
 
 
 def take_steps(model, optimizer, steps, begin=0):
     for number in range(begin, begin + steps):
-        backward(model, optimizer, number)
+        backward(model, number)
         optimizer.step()
     return vector_of(model)
 
@@ -55,13 +58,10 @@ def test_a_step_is_that_of_torchs_optimizers_bit_for_bit():
     first = torch.optim.Muon(matrices, momentum=0.9, adjust_lr_fn="match_rms_adamw", **options)
     second = torch.optim.AdamW(vectors, eps=1e-6, **options)
     for number in range(5):
-        backward(model, optimizer, number)
-        backward(other, first, number)
-        second.zero_grad()
-        backward(other, second, number)
+        take_steps(model, optimizer, 1, number)
+        backward(other, number)
         first.step()
         second.step()
-        optimizer.step()
         assert torch.equal(vector_of(model), vector_of(other))
 
 
@@ -108,13 +108,8 @@ def test_groups_are_split_by_the_rule():
         {"params": [model[3].bias]},
     ]
     optimizer = Muon(groups, weight_decay=0.25)
-    assert rules(optimizer) == [
-        (True, [(9, 6)]),
-        (False, [(9,)]),
-        (False, [(4, 9)]),
-        (True, [(4, 4)]),
-        (False, [(4,)]),
-    ]
+    shapes = [(9, 6)], [(9,)], [(4, 9)], [(4, 4)], [(4,)]
+    assert rules(optimizer) == list(zip((True, False, False, True, False), shapes, strict=True))
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5, 1e-3, 1e-3, 1e-3]
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.25}
 
@@ -165,38 +160,27 @@ def test_a_state_resumes_bit_for_bit():
     other = copy.deepcopy(model)
     again = Muon(other.parameters(), lr=7.0)
     again.load_state_dict(saved(optimizer.state_dict()))
-    third, copied = copy.deepcopy((model, optimizer))
-    fourth, unpickled = pickle.loads(pickle.dumps((model, optimizer)))
+    pairs = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
     expected = take_steps(model, optimizer, 3, 3)
-    for each, its in ((other, again), (third, copied), (fourth, unpickled)):
+    for each, its in ((other, again), *pairs):
         assert torch.equal(take_steps(each, its, 3, 3), expected)
-
-
-def whole(steps):
-    """The parameters of one rank that has all rows of every step."""
-    model = Everything()
-    optimizer = muon(model.parameters())
-    for rows in batches(steps):
-        optimizer.zero_grad()
-        loss_of(model, rows).backward()
-        optimizer.step()
-    return model
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_mean_gradients_of_every_step_are_those_of_all_rows(world_size):
-    models = [Everything() for _ in range(world_size)]
-    lockstep(
-        [
-            train_on_shares(model, muon(model.parameters()), rank, world_size, 10)
-            for rank, model in enumerate(models)
-        ]
-    )
+    models, optimizers = team(world_size, Averaged, muon)
+    train(models, optimizers, 10)
     assert all_equal(models)
-    before, expected = vector_of(Everything()), vector_of(whole(10))
+    whole = Everything()
+    optimizer, before = muon(whole.parameters()), vector_of(whole)
+    for rows in batches(10):
+        optimizer.zero_grad()
+        loss_of(whole, rows).backward()
+        optimizer.step()
     # sums round differently, and the iterations in bfloat16 enlarge the difference
-    assert (vector_of(models[0]) - expected).abs().max() < (0.004 if world_size > 1 else 1e-12)
-    assert (before - expected).abs().max() > 0.05
+    most = 0.004 if world_size > 1 else 1e-12
+    assert (vector_of(models[0]) - vector_of(whole)).abs().max() < most
+    assert (before - vector_of(whole)).abs().max() > 0.05
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
@@ -204,16 +188,14 @@ def test_mean_gradients_of_every_step_are_those_of_all_rows(world_size):
     ("kind", "options"), [(LocalSGD, {}), (DiLoCo, {"outer_lr": 1.0, "outer_momentum": 0.0})]
 )
 def test_a_synchronization_is_the_mean_of_ranks_that_train_alone(kind, options, world_size):
-    models, optimizers = team(
-        world_size, lambda inner, group: kind(inner, group, local_steps=3, **options), muon
-    )
+    models, optimizers = team(world_size, around(kind, local_steps=3, **options), muon)
     train(models, optimizers, 3)
     alone = [Everything() for _ in range(world_size)]
     for rank, model in enumerate(alone):
         optimizer = muon(model.parameters())
         optimizer.group = Group(rank, world_size)
         for rows in batches(3):
-            gradients_of(model, optimizer, rows)
+            set_gradients(model, optimizer, rows)
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad *= optimizer.weight

@@ -1,11 +1,19 @@
-"""Options of strategies: which are refused, and that all ranks have the same."""
+"""Options: which are refused, in constructors, states and steps, and their defaults."""
 
+import copy
+import itertools
 import math
+import re
+import warnings
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from optim.methods import METHODS
+from optim.teams import bits_of, step_all
+from slow_cases import mark_slow
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 
 from gcnzc.compress import Dense, Sign, TopK
 from gcnzc.exchange import Group, lockstep
@@ -19,200 +27,153 @@ from gcnzc.optim import (
     DiLoCo,
     DropCompute,
     FedGLOMO,
+    LatePhaseWarning,
     LocalSGD,
+    MuLoCo,
     Muon,
     OneBitAdam,
     OneBitLamb,
     SelSync,
+    SparseLoCo,
     StreamingDiLoCo,
     ZeroOneAdam,
     ZeroOneSchedule,
 )
-from gcnzc.optim.sync_interval import INITIAL_STEPS
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.optimizers import build_method
+from gcnzc.train.strategies import STRATEGIES
 
 ADAMS = (OneBitAdam, OneBitLamb, ZeroOneAdam)
-HALF, SIGN = Dense(torch.float16), Sign()
+WRAPPERS = (Averaged, LocalSGD, DiLoCo, StreamingDiLoCo, CO2)
+HALF = Dense(torch.float16)
 
 
-def build(kind, group, **options):
-    """An optimizer of a class."""
-    parameters = nn.Linear(2, 2).parameters()
+def build(kind, group=None, inner=torch.optim.SGD, parameters=None, **options):
+    """An optimizer of a class, with its defaults."""
+    group = group or Group()
+    parameters = list(nn.Linear(2, 2).parameters()) if parameters is None else parameters
     if kind in ADAMS:
         return kind(parameters, group=group, **options)
     if kind is Muon:
         return Muon(parameters, **options)
-    inner = torch.optim.SGD(parameters, lr=0.1)
-    return kind(inner, group, **options)
+    return kind(inner(parameters, lr=0.1), group, **options)
 
 
-def refused(kind, num_ranks, *cases):
-    return [(kind, num_ranks, *case) for case in cases]
+# --- constructors
 
-
-REFUSED = [
-    *refused(
-        OneBitAdam,
-        1,
-        ({"reactivate": "maybe"}, "reactivate is 'maybe'"),
-        ({"gradient_compression": SIGN}, ".* uses error feedback"),
-    ),
-    *refused(
-        OneBitLamb,
-        1,
-        ({"trust_range": (2, 1)}, r"trust_range is \(2, 1\)\n\nhint: give the smallest"),
-        ({"factor_range": (0, 1)}, r"factor_range\[0\] is 0\n\nhint: give a finite number"),
-    ),
-    *refused(
-        Muon,
-        1,
-        ({"lr": -1.0}, "lr is -1.0"),
-        ({"momentum": 1.0}, "momentum is 1.0"),
-        ({"betas": (0.9, 1.0)}, r"betas\[1\] is 1.0"),
-        ({"ns_steps": 100}, "ns_steps is 100"),
-        ({"adjust_lr_fn": "other"}, "adjust_lr_fn is 'other'"),
-    ),
-    *refused(
-        Averaged,
-        2,
-        ({"compress": TopK(0.1), "momentum": "heavy"}, "momentum='heavy'.*hint: .*everywhere, mas"),
-        ({"momentum": "masked"}, "momentum='masked' without compression.*hint: "),
-    ),
-    *refused(
-        DropCompute,
-        1,
-        ({"micro_batches": 1}, "micro_batches is 1"),
-        ({"micro_batches": 4, "threshold": 0.0}, "threshold is 0.0"),
-        ({"micro_batches": 4, "threshold": "none"}, "threshold is 'none'"),
-        ({"micro_batches": 4, "calibration": (6, 5)}, r"calibration\[1\] is 5"),
-        ({"micro_batches": 4, "calibration": 5}, "calibration is 5"),
-        ({"micro_batches": 4, "max_dropped": 1.0}, "max_dropped is 1.0"),
-    ),
-    *refused(
-        LocalSGD,
-        2,
-        ({"local_steps": 0}, "local_steps is 0"),
-        ({"local_steps": True}, "local_steps is True\n\nhint: "),
-    ),
-    *refused(DiLoCo, 2, ({"sharded": True, "compress": HALF}, "sharded=True with compress=Dense")),
-    *refused(
-        StreamingDiLoCo,
-        1,
-        ({"local_steps": 3, "delay": 3}, "a delay of 3 steps.*from 0 to 2"),
-        ({"local_steps": "auto", "delay": INITIAL_STEPS}, f".*from 0 to {INITIAL_STEPS - 1}"),
-        ({"local_steps": 3, "delay": "auto"}, "delay='auto' with local_steps=3"),
-        # the results of exchanges would never be due
-        ({"local_steps": 4, "delay": 1.5}, "delay is 1.5"),
-        ({"mixing": 1.5}, "mixing is 1.5"),
-        ({"fragments": 0}, "0 fragments"),
-    ),
-    *refused(
-        CO2,
-        2,
-        ({"sharded": True, "compress": HALF}, "sharded=True with"),
-        ({"delay": 2}, "a delay of 2 rounds"),
-        ({"clip": 0.0}, "clip is 0.0"),
-        ({"gap": "gap"}, "gap is 'gap'"),
-        ({"gap": math.inf}, "gap is inf\n\nhint: give 'gap_aware', 'none', a finite divisor"),
-        ({"eager": 1.0}, "eager is 1.0"),
-        ({"eager": 0.5, "delay": 0}, "eager is 0.5, with a delay of 0"),
-    ),
-    *refused(
-        A2CiD2,
-        3,
-        ({"topology": "star"}, "topology is 'star'\n\nhint: use one of 'ring', 'exponential'"),
-        ({"topology": [(0, 1)]}, "a graph that does not connect rank 0 and rank 2"),
-        ({"topology": [(0, 1), (1, 3)]}, r"the edge \(1, 3\) in a graph of 3 ranks"),
-        ({"topology": [(0, 1, 2)]}, r"the edge \(0, 1, 2\) of a graph"),
-        ({"topology": 5}, "topology is 5\n\nhint: give the name of a graph, or pairs of ranks"),
-        ({"gossip_rate": 0}, "gossip_rate is 0\n\nhint: give a number above 0, at most 1000"),
-        ({"eta": -1.0, "asynchronous": True}, "eta is -1.0"),
-        ({"control_interval": 0}, "control_interval is 0"),
-    ),
-    *refused(
-        SAPS,
-        2,
-        ({"density": 0.0}, "density is 0.0"),
-        ({"density": "a"}, "density is 'a'\n\nhint: give the fraction"),
-        ({"probe_interval": 0}, "probe_interval is 0"),
-        ({"bandwidth": [[0, 1, 2]]}, r".*shape \(1, 3\)"),
-        ({"bandwidth": [[0, -1], [1, 0]]}, ".*a number that is negative, infinite or NaN"),
-        ({"bandwidth": [[5, 0], [1, 0]]}, "bandwidth is 0 for every pair of ranks"),
-        ({"bandwidth": [[1, 2], [3]]}, r"bandwidth is \[\[1, 2\], \[3\]\], not a matrix"),
-        ({"bandwidth": np.ones((2, 2)), "probe_interval": 5}, "both bandwidth and probe_interval"),
-        ({"bandwidth": np.ones((3, 3))}, "bandwidths of 3 ranks for 2 ranks"),
-    ),
-    *refused(
-        SelSync,
-        2,
-        ({"threshold": -1.0}, "threshold is -1.0"),
-        ({"window": 10**9}, "window is 1000000000\n\nhint: give a whole number from 1 to 10000"),
-    ),
-    *refused(
-        BackupWorkers,
-        3,
-        ({"topology": "3-regular"}, "a graph of 3 ranks with 3 neighbors"),
-        ({"grace": -1.0}, "grace"),
-        ({"wait_interval": 0}, "wait_interval"),
-    ),
-    *refused(
-        DecoupledDiLoCo,
-        4,
-        ({"quorum": 2}, "a quorum of 2 of 4 ranks\n\nhint: give 3 to 4"),
-        ({"quorum": 5}, "a quorum of 5 of 4 ranks"),
-        ({"quorum": 3, "grace_s": -1}, "grace_s is -1"),
-        ({"quorum": 3, "compress": HALF}, "quorum with compress="),
-        ({"quorum": 3, "local_steps": "auto"}, "quorum with local_steps='auto'"),
-    ),
-    *refused(
-        DecoupledDiLoCo,
-        1,
-        ({"quorum": 2}, "a quorum of 2 of 1 ranks\n\nhint: give 1"),
-    ),
-    *refused(
-        FedGLOMO,
-        2,
-        ({"round_weight": 0}, "round_weight is 0"),
-        ({"local_momentum": 1.1}, "local_momentum is 1.1"),
-        ({"participants": 0}, "participants is 0"),
-        ({"participants": 3}, "3 participants of 2 ranks"),
-        ({"seed": -1}, "seed is -1"),
-    ),
+# for each class and number of ranks, single options that are out of range
+REFUSED = {
+    (OneBitAdam, 1): {
+        "reactivate": ["maybe"],
+        "gradient_compression": [Sign()],
+        "variance_floor": [-1.0],
+        "clip_norm": [0.0],
+        "signals": [-1],
+        "betas": [5],
+        "warmup_range": [(0,)],
+    },
+    (OneBitLamb, 1): {"trust_range": [(2, 1)], "factor_range": [(0, 1)]},
+    (Muon, 1): {
+        "lr": [-1.0],
+        "momentum": [1.0],
+        "betas": [(0.9, 1.0)],
+        "ns_steps": [100],
+        "adjust_lr_fn": ["other"],
+    },
+    (Averaged, 2): {"momentum": ["masked", "heavy"]},
+    (LocalSGD, 2): {"local_steps": [0, True]},
+    (DiLoCo, 2): {"outer_lr": [-1.0, math.nan], "outer_momentum": [1.0]},
+    (StreamingDiLoCo, 1): {"mixing": [1.5], "fragments": [0, 7], "delay": [1.5]},
+    (CO2, 2): {
+        "delay": [2],
+        "clip": [0.0],
+        "gap": ["gap", math.inf],
+        "eager": [1.0],
+        "outer_lr": [-1.0],
+    },
+    (A2CiD2, 3): {
+        "topology": ["star", [(0, 1)], [(0, 1), (1, 3)], [(0, 1, 2)], 5],
+        "gossip_rate": [0],
+        "eta": [-1.0],
+        "control_interval": [0],
+    },
+    (SAPS, 2): {
+        "density": [0.0, "a"],
+        "probe_interval": [0],
+        "bandwidth": [
+            *([[0, 1, 2]], [[0, -1], [1, 0]], [[5, 0], [1, 0]], [[1, 2], [3]]),
+            np.ones((3, 3)),
+        ],
+    },
+    (SelSync, 2): {"threshold": [-1.0], "window": [10**9]},
+    (BackupWorkers, 3): {"topology": ["3-regular"], "grace": [-1.0], "wait_interval": [0]},
+    (DecoupledDiLoCo, 4): {"quorum": [2, 5]},
+    (DecoupledDiLoCo, 1): {"quorum": [2]},
+    (FedGLOMO, 2): {
+        "round_weight": [0],
+        "local_momentum": [1.1],
+        "participants": [0, 3],
+        "seed": [-1],
+    },
+}
+# options that are refused together, and words of the message
+TOGETHER = [
+    (DropCompute, {"micro_batches": 1}, "micro_batches is 1"),
+    (DropCompute, {"micro_batches": 4, "threshold": 0.0}, "threshold is 0.0"),
+    (DropCompute, {"micro_batches": 4, "threshold": "none"}, "threshold is 'none'"),
+    (DropCompute, {"micro_batches": 4, "calibration": (6, 5)}, r"calibration\[1\] is 5"),
+    (DropCompute, {"micro_batches": 4, "max_dropped": 1.0}, "max_dropped is 1.0"),
+    (Averaged, {"compress": TopK(0.1), "momentum": "heavy"}, "momentum='heavy'"),
+    (DiLoCo, {"sharded": True, "compress": HALF}, "sharded=True with compress=Dense"),
+    (CO2, {"sharded": True, "compress": HALF}, "sharded=True with"),
+    (CO2, {"eager": 0.5, "delay": 0}, "eager is 0.5, with a delay of 0"),
+    (StreamingDiLoCo, {"local_steps": 3, "delay": 3}, "a delay of 3 steps"),
+    (StreamingDiLoCo, {"local_steps": "auto", "delay": 999}, "a delay of 999 steps"),
+    (StreamingDiLoCo, {"local_steps": 3, "delay": "auto"}, "delay='auto' with local_steps=3"),
+    (SAPS, {"bandwidth": np.ones((2, 2)), "probe_interval": 5}, "both bandwidth and probe_inter"),
+    (DecoupledDiLoCo, {"quorum": 2, "grace_s": -1}, "grace_s is -1"),
+    (DecoupledDiLoCo, {"quorum": 2, "compress": HALF}, "quorum with compress="),
+    (DecoupledDiLoCo, {"quorum": 2, "local_steps": "auto"}, "quorum with local_steps='auto'"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "num_ranks", "options", "message"), REFUSED)
-def test_an_option_out_of_range_is_refused(kind, num_ranks, options, message):
-    with pytest.raises(ValueError, match=f"(?s)^{message}") as error:
-        build(kind, Group(0, num_ranks), **options)
-    assert "\n\nhint: " in str(error.value)
+@pytest.mark.parametrize(("kind", "num_ranks"), REFUSED)
+def test_an_option_out_of_range_is_refused_by_name(kind, num_ranks):
+    for name, values in REFUSED[kind, num_ranks].items():
+        for value in values:
+            with pytest.raises((ValueError, TypeError)) as error:
+                build(kind, Group(0, num_ranks), **{name: value})
+            words = {"topology": "graph|topology", "gradient_compression": "feedback"}.get(
+                name, name
+            )
+            stem = words.rstrip("s").replace("bandwidth", "")
+            assert re.search(stem, str(error.value)), (name, value, str(error.value))
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), TOGETHER)
+def test_options_that_do_not_go_together_are_refused(kind, options, message):
+    with pytest.raises(ValueError, match=f"(?s)^{message}.*\n\nhint: "):
+        build(kind, Group(0, 2), **options)
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    "options",
     [
-        ({"warmup": 0}, ValueError, "warmup is 0"),
-        ({"warmup": 1.5}, ValueError, "warmup is 1.5"),
-        ({"variance_doubling": 0}, ValueError, "variance_doubling is 0"),
-        ({"local_doubling": 1.5}, ValueError, "local_doubling is 1.5"),
-        ({"max_local_interval": 12}, ValueError, "max_local_interval is 12"),
-        ({"step_size": 5}, TypeError, "step_size is 5, not a function"),
-        ({"updates_variance_after_warmup": "x"}, TypeError, ".* is 'x', not True or False"),
+        *({"warmup": 0}, {"warmup": 1.5}, {"variance_doubling": 0}, {"local_doubling": 1.5}),
+        *({"max_local_interval": 12}, {"step_size": 5}, {"updates_variance_after_warmup": "x"}),
     ],
+    ids=str,
 )
-def test_an_invalid_schedule_of_0_1_adam_is_refused(options, error, message):
-    with pytest.raises(error, match=f"^{message}\n\nhint: "):
+def test_an_invalid_schedule_of_0_1_adam_is_refused(options):
+    ((name, value),) = options.items()
+    with pytest.raises((ValueError, TypeError), match=f"^{name} is {value!r}"):
         ZeroOneSchedule(**options)
 
 
 DIFFERENT = [
     (OneBitAdam, {"warmup": 5}, {"warmup": 6}, r"warmup=5.*warmup=6"),
     (OneBitLamb, {"trust_beta": 0.9}, {"trust_beta": 0.8}, ""),
-    (
-        ZeroOneAdam,
-        {"schedule": ZeroOneSchedule(8)},
-        {"schedule": ZeroOneSchedule(9)},
-        "",
-    ),
+    (ZeroOneAdam, {"schedule": ZeroOneSchedule(8)}, {"schedule": ZeroOneSchedule(9)}, ""),
     (
         DropCompute,
         {"micro_batches": 4, "threshold": 1.0},
@@ -239,3 +200,357 @@ def test_options_that_differ_between_ranks_are_an_error_on_all(kind, own, other,
             yield from optimizer.broadcast_model_algorithm()
 
     lockstep([error_of(optimizer) for optimizer in optimizers])
+
+
+# --- parameters, modules and inner optimizers
+
+
+@pytest.mark.parametrize("kind", [*ADAMS, *WRAPPERS])
+def test_parameters_that_cannot_be_averaged_are_rejected_by_name(kind):
+    own, values = nn.Parameter(torch.ones(9)), nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=r"parameter 1, of shape \(2,\), is torch.complex64.*\n"):
+        build(kind, parameters=[own, values])
+    # one that is frozen is not trained
+    values.requires_grad = False
+    build(kind, parameters=[own, values])
+    if kind is not Averaged:
+        own.requires_grad = False
+        with pytest.raises(ValueError, match="no parameter of the optimizer has requires_grad"):
+            build(kind, parameters=[own])
+        elsewhere = nn.Parameter(torch.ones(2, device="meta"))
+        with pytest.raises(ValueError, match="on several devices: cpu, meta"):
+            build(kind, parameters=[nn.Parameter(torch.ones(9)), elsewhere])
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_module_that_is_another_model_is_rejected(kind):
+    model = nn.Linear(2, 2)
+    own = {"parameters": list(model.parameters())}
+    with pytest.raises(TypeError, match="module is 5\n\nhint: "):
+        build(kind, module=5, **own)
+    with pytest.raises(ValueError, match=r"module is a Linear without any of .*\n\nhint: "):
+        build(kind, module=nn.Linear(2, 2), **own)
+    # a part of the parameters, of a larger model, and buffers only
+    for module in (nn.Sequential(model, nn.Linear(2, 2)), nn.BatchNorm1d(2, affine=False)):
+        build(kind, module=module, **own)
+
+
+def test_sharded_parameters_are_rejected_by_their_type():
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = nn.Linear(4, 4)
+        fully_shard(model, mesh=distributed.init_device_mesh("cpu", (1,)))
+        for kind in [*ADAMS, Averaged, SelSync]:
+            with pytest.raises(TypeError, match="parameter 0 is a DTensor"):
+                build(kind, parameters=model.parameters())
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_an_inner_optimizer_takes_one_step_for_one_gradient(kind):
+    parameters = [nn.Parameter(torch.ones(3))]
+    with pytest.raises(TypeError, match="cannot wrap LBFGS, whose step calls a closure"):
+        kind(torch.optim.LBFGS(parameters), Group())
+    with pytest.raises(TypeError, match="cannot wrap OneBitAdam, which communicates itself"):
+        kind(OneBitAdam(parameters, group=Group()), Group())
+    with pytest.raises(TypeError, match="wraps an optimizer of torch, not a list"):
+        kind(parameters, Group())
+
+
+def test_options_of_torchs_adam_that_are_its_defaults_are_no_request():
+    with pytest.raises(TypeError, match="amsgrat"):
+        build(OneBitAdam, amsgrat=True)
+    optimizer = build(OneBitAdam, amsgrad=False, foreach=None, fused=None)
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ValueError, match=r"^amsgrad=True of parameter group 0 is not supported"):
+        optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"^amsgrad=True of parameter group 0 of the state is not"):
+        build(OneBitAdam).load_state_dict(state)
+
+
+def test_a_group_that_is_added_later_is_checked():
+    optimizer = build(Averaged)
+    with pytest.raises(ValueError, match="lr is -1"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": -1})
+    values = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(TypeError, match="complex64"):
+        optimizer.add_param_group({"params": [values]})
+    assert len(optimizer.param_groups) == 1
+
+
+# --- weight and signals of a rank
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_weight_and_signals_are_checked_when_they_are_set(name):
+    optimizer = METHODS[name].make(nn.Linear(3, 2), Group(1, 3), signals=2)
+    for wrong in ("x", None, math.nan, math.inf, -1.0, True):
+        with pytest.raises(ValueError, match=f"^weight is {wrong!r}"):
+            optimizer.weight = wrong
+        assert optimizer.weight == 1.0
+    for weight in (0, 2, 0.5, torch.tensor(1.5)):
+        optimizer.weight = weight
+        assert optimizer.weight == float(weight)
+    for wrong in ([True], [], (True, False, True)):
+        with pytest.raises(
+            ValueError, match=rf"^signals is .* signals=2\n\nhint: .*={len(wrong)} "
+        ):
+            optimizer.signals = wrong
+    for wrong in ("ab", 5, None, [True, "x"], [0.5, False]):
+        with pytest.raises(TypeError, match=r"^signals"):
+            optimizer.signals = wrong
+    assert optimizer.signals == [False, False]
+    optimizer.signals = (1, False)
+    assert optimizer.signals == [True, False]
+
+
+@pytest.mark.parametrize(("change", "error"), [("yes", TypeError), (None, ValueError)])
+def test_signals_that_were_set_in_place_are_checked_when_they_are_sent(change, error):
+    model = nn.Linear(2, 2)
+    optimizer = build(OneBitAdam, parameters=model.parameters(), signals=2)
+    model(torch.ones(2)).sum().backward()
+    if change:
+        optimizer.signals[1] = change
+    else:
+        optimizer.signals.append(True)
+    with pytest.raises(error, match=r"^signals"):
+        optimizer.step()
+
+
+# --- options of groups that are out of range, in a state or changed before a step
+
+WRONG = [
+    ("lr", math.nan, "lr{where} is nan"),
+    ("lr", "fast", "lr{where} is 'fast'"),
+    ("lr", [0.1, 0.2], r"lr{where} is \[0.1, 0.2\]"),
+    ("lr", torch.tensor(-1.0), r"lr{where} is tensor\(-1.\)"),
+    ("eps", -1e-8, "eps{where} is -1e-08"),
+    ("weight_decay", math.nan, "weight_decay{where} is nan"),
+    ("betas", (1.0, 0.9), r"betas\[0\]{where} is 1.0"),
+    ("betas", (0.9, -0.1), r"betas\[1\]{where} is -0.1"),
+    ("betas", 0.9, "betas{where} is 0.9"),
+    ("maximize", "no", "maximize{where} is 'no'"),
+]
+
+
+def two_groups(name):
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2)
+    groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+    holder = nn.Module()
+    holder.parameters = lambda: groups
+    return model, METHODS[name].make(holder, Group())
+
+
+def take_steps(model, optimizer, steps):
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.full((2, 3), step + 1.0)).square().mean().backward()
+        optimizer.step()
+
+
+def is_repeated(name, option, value, message):
+    """All methods with the first wrong option, and one of each family with all of them."""
+    return name not in ("averaged", "zero-one-adam", "diloco") and message != WRONG[0][2]
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "message"),
+    mark_slow(((name, *wrong) for name, wrong in itertools.product(METHODS, WRONG)), is_repeated),
+)
+def test_an_option_out_of_range_is_refused_by_the_next_step_and_in_a_state(
+    name, option, value, message
+):
+    model, optimizer = two_groups(name)
+    take_steps(model, optimizer, 5)
+    before = bits_of(model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][1][option] = value
+    in_state = message.format(where=" of parameter group 1 of the state")
+    with pytest.raises(ValueError, match=f"^{in_state}\n\nhint: "):
+        optimizer.load_state_dict(state)
+    assert bits_of(model, optimizer) == before
+    group = optimizer.param_groups[1]
+    if option not in group:
+        # a group of SGD has no options of Adam
+        return
+    was, group[option] = group[option], value
+    with pytest.raises(ValueError, match=f"^{message.format(where=' of parameter group 1')}\n\nhi"):
+        optimizer.step()
+    # the optimizer remains usable
+    group[option] = was
+    assert bits_of(model, optimizer) == before
+    take_steps(model, optimizer, 1)
+    assert optimizer.steps == 6
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("momentum", math.nan), ("momentum", "0.9"), ("nesterov", "yes")]
+)
+def test_other_options_of_inner_optimizers_keep_their_types(option, value):
+    model = nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+    for optimizer in (Averaged(inner, Group()), LocalSGD(inner, Group())):
+        take_steps(model, optimizer, 2)
+        was = optimizer.param_groups[0][option]
+        optimizer.param_groups[0][option] = value
+        with pytest.raises(ValueError, match=rf"^{option} of parameter group 0 is {value!r}\n\nhi"):
+            optimizer.step()
+        optimizer.param_groups[0][option] = was
+
+
+def test_integers_of_more_than_64_bits_are_no_options():
+    _, optimizer = two_groups("onebit-adam")
+    state = optimizer.snapshot()
+    state["param_groups"][0]["eps"] = 10**30
+    with pytest.raises(ValueError, match=r"eps(.|\n)*\n\nhint: "):
+        optimizer.load_state_dict(state)
+
+
+def test_ranks_that_all_have_the_option_raise_without_communication():
+    models = [nn.Linear(3, 2) for _ in range(2)]
+    optimizers = METHODS["zero-one-adam"].optimizers(models)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model(torch.ones(3)).sum().backward()
+        optimizer.param_groups[0]["lr"] = math.nan
+        # a group that is not connected would raise another error
+        with pytest.raises(ValueError, match=r"^lr of parameter group 0 is nan"):
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.1
+    step_all(optimizers)
+    assert torch.equal(models[0].weight, models[1].weight)
+
+
+# --- defaults, of the classes as from the command line
+
+COMPRESSED = {"onebit-adam": OneBitAdam, "onebit-lamb": OneBitLamb, "zero-one-adam": ZeroOneAdam}
+BY_NAME = COMPRESSED | {
+    "local-sgd": LocalSGD,
+    "diloco": DiLoCo,
+    "muloco": MuLoCo,
+    "sparseloco": SparseLoCo,
+    "streaming-diloco": StreamingDiLoCo,
+    "co2": CO2,
+}
+
+
+def with_defaults(method, parameters, group, **options):
+    if method in COMPRESSED:
+        options["lr"] = 0.001
+    inner = Muon if method == "muloco" else torch.optim.AdamW
+    return build(BY_NAME.get(method, Averaged), group, inner, parameters, **options)
+
+
+def default_team(method, num_elements=2000, world_size=2, **options):
+    parameters = [nn.Parameter(torch.ones(num_elements)) for _ in range(world_size)]
+    return parameters, [
+        with_defaults(method, [parameter], Group(rank, world_size), **options)
+        for rank, parameter in enumerate(parameters)
+    ]
+
+
+def train_noisily(parameters, optimizers, steps, growth=1.0):
+    """Steps with noisy gradients of a square, which grow; return the bytes that rank 0 sent."""
+
+    def take(rank):
+        generator = torch.Generator().manual_seed(rank)
+        for number in range(steps):
+            noise = torch.randn(parameters[rank].shape, generator=generator)
+            parameters[rank].grad = (parameters[rank].detach() + noise) * growth**number
+            yield from optimizers[rank].algorithm()
+
+    return lockstep([take(rank) for rank in range(len(optimizers))]).ledgers[0].bytes_sent
+
+
+@pytest.mark.parametrize("steps", [40, 7000])
+@pytest.mark.parametrize("method", BY_NAME)
+def test_class_and_command_line_have_the_same_defaults(method, steps):
+    assert method in STRATEGIES or method in COMPRESSED
+    group, parameters = Group(0, 4), list(nn.Linear(30, 20).parameters())
+    option = "optimizer" if method in COMPRESSED else "strategy"
+    config = TrainConfig(lr=0.001, **{option: method})
+    of_command_line = build_method(config, nn.Linear(30, 20), group, steps)
+    # only a share of the run depends on its length
+    options = {"total_steps": steps, "weight_decay": 0.0} if method in COMPRESSED else {}
+    of_class = with_defaults(method, parameters, group, **options)
+    assert of_class.describe_options() == of_command_line.describe_options()
+
+
+@pytest.mark.parametrize("method", BY_NAME)
+def test_with_defaults_the_last_of_300_steps_send_less_than_a_quarter(method):
+    parameters, optimizers = default_team(method)
+    train_noisily(parameters, optimizers, 250)
+    sent = train_noisily(parameters, optimizers, 48)
+    assert 0 < sent < train_noisily(*default_team("averaged"), 48) / 4
+
+
+@pytest.mark.parametrize("options", [{}, {"total_steps": 300}], ids=["unknown", "given"])
+def test_with_defaults_0_1_adam_takes_local_steps_in_a_run_of_300_steps(options):
+    parameters, optimizers = default_team("zero-one-adam", 20, **options)
+    apart = 0
+    for _ in range(300):
+        train_noisily(parameters, optimizers, 1)
+        apart += not torch.equal(*parameters)
+    assert apart >= 50
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 50),
+        ({"total_steps": 120}, 30),
+        ({"total_steps": 1000}, 50),
+        ({"warmup_range": (55, None)}, 55),
+    ],
+)
+@pytest.mark.parametrize("method", ["onebit-adam", "onebit-lamb"])
+def test_an_automatic_warm_up_ends_if_the_variance_never_becomes_stable(method, options, expected):
+    parameters, optimizers = default_team(method, 20, warmup=None, betas=(0.9, 0.9), **options)
+    train_noisily(parameters, optimizers, 60, growth=1.05)
+    assert [optimizer.frozen_at for optimizer in optimizers] == [expected, expected]
+
+
+LATE = {
+    "onebit-adam": ({"warmup": 80}, "OneBitAdam: no compression"),
+    "onebit-lamb": ({"warmup": 80}, "OneBitLamb: no compression"),
+    "zero-one-adam": ({"schedule": ZeroOneSchedule(20)}, "ZeroOneAdam: no local steps"),
+    "diloco": ({"local_steps": 80}, "DiLoCo: no exchange"),
+    "streaming-diloco": ({"local_steps": 80}, "StreamingDiLoCo: no exchange"),
+    "co2": ({"local_steps": 80}, "CO2: no exchange"),
+}
+
+
+@pytest.mark.parametrize("method", LATE)
+def test_rank_0_warns_once_of_a_phase_that_begins_late(method):
+    options, message = LATE[method]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_noisily(*default_team(method, 20, total_steps=100, **options), 49)
+        assert not caught
+        train_noisily(*default_team(method, 20, total_steps=100, **options), 60)
+    (warning,) = caught
+    assert str(warning.message).startswith(f"{message} in the first 50 steps of 100\n")
+    option = "--local-steps" if "no exchange" in message else "--warmup"
+    assert re.search(rf"\n\nhint: .*{option}", str(warning.message))
+
+
+def test_the_warning_comes_after_1000_steps_if_the_length_is_not_known_and_can_be_silenced():
+    with pytest.warns(LatePhaseWarning, match="no exchange in the first 1000 steps\n"):
+        train_noisily(*default_team("diloco", 2, local_steps=1500), 1001)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LatePhaseWarning)
+        train_noisily(*default_team("diloco", 2, total_steps=20, local_steps=20), 20)
+    # one rank alone has nothing to exchange, and no local steps are no late phase
+    alone = default_team("diloco", 2, world_size=1, total_steps=20, local_steps=20)
+    train_noisily(*alone, 20)
+    never = {"schedule": ZeroOneSchedule(None)}
+    train_noisily(*default_team("zero-one-adam", 2, total_steps=20, **never), 20)
+
+
+def test_defaults_do_not_warn():
+    for method in BY_NAME:
+        for steps in (30, 60):
+            train_noisily(*default_team(method, 20, total_steps=steps), steps)

@@ -28,7 +28,13 @@ from gcnzc.optim import (
 LR = 0.1
 ELEMENTS = 5
 # schedules of each name in `make test`
-NUM_QUICK = 4
+NUM_QUICK = 6
+
+
+def star(world_size):
+    return [(0, rank) for rank in range(1, world_size)]
+
+
 # by name, an optimizer whose mean over the ranks is that of independent ranks
 MAKERS = {
     "averaged": lambda inner, group, seed: Averaged(inner, group),
@@ -43,7 +49,13 @@ MAKERS = {
     "saps": lambda inner, group, seed: SAPS(inner, group, density=0.5, seed=seed),
     "a2cid2": lambda inner, group, seed: A2CiD2(inner, group, eta=0.0),
     "a2cid2 overlapped": lambda inner, group, seed: A2CiD2(
-        inner, group, eta=0.0, asynchronous=True, control_interval=3
+        inner,
+        group,
+        eta=0.0,
+        asynchronous=True,
+        control_interval=1 + 2 * (seed % 2),
+        topology=("ring", "exponential", "complete", star(group.world_size))[seed % 4],
+        gossip_rate=(0.3, 1.0, 4.0)[seed % 3],
     ),
     "backup": lambda inner, group, seed: BackupWorkers(inner, group, control_interval=3),
 }

@@ -1,25 +1,32 @@
+"""Streaming DiLoCo: its equations, fragments, overlapped exchanges, memory, faults."""
+
 import copy
 import pickle
 
 import pytest
 import torch
-from collective_sizes import lockstep_by
-from optim.local import (
-    Handed,
+from optim.clocks import Handed, slow_down
+from optim.teams import (
+    Everything,
     adamw,
     all_equal,
-    gradients_of,
+    around,
+    batches,
+    broadcast,
+    finalize,
+    of_ranks,
     saved,
+    set_gradients,
     sgd,
-    taught,
+    steps_of,
     team,
     train,
     vector_of,
+    vectors_of,
 )
-from optim.models import Everything, batches, loss_of
 from torch import nn
 
-from gcnzc.compress import Dense, Sign
+from gcnzc.compress import Dense
 from gcnzc.exchange import Compute, Group, Link, lockstep
 from gcnzc.optim import DiLoCo, StreamingDiLoCo
 from gcnzc.optim.sync_interval import NUM_MEASURED, WARM_UP
@@ -28,12 +35,7 @@ HALF = Dense(torch.float16)
 
 
 def every(steps, **options):
-    return lambda inner, group: StreamingDiLoCo(inner, group, local_steps=steps, **options)
-
-
-def pending_of(optimizer):
-    """The fragments whose exchange is pending."""
-    return [each for each in optimizer.fragments if each.due]
+    return around(StreamingDiLoCo, local_steps=steps, **options)
 
 
 def by_the_equations(start, gradient, world_size, steps, h, slices, delay, mixing, lr, momentum):
@@ -82,7 +84,6 @@ def slope(worker, step, x):
     ("h", "parts", "delay", "mixing"),
     [
         (1, 1, 0, 0.0),
-        (4, 1, 0, 0.0),
         (4, 1, 3, 0.5),
         (5, 2, 1, 0.5),
         (6, 3, 2, 0.0),
@@ -112,80 +113,54 @@ def test_it_does_what_the_equations_say(h, parts, delay, mixing, world_size):
     lockstep([stepped(*each) for each in triples])
     slices = [range(11 * p // parts, 11 * (p + 1) // parts) for p in range(parts)]
     right = by_the_equations(start, slope, world_size, 30, h, slices, delay, mixing, 0.6, 0.8)
-    for model, expected in zip(models, right, strict=True):
-        expected = torch.tensor(expected, dtype=torch.float64)
-        torch.testing.assert_close(vector_of(model), expected, rtol=0, atol=1e-12)
+    expected = torch.tensor(right, dtype=torch.float64)
+    torch.testing.assert_close(vectors_of(models), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("compress", [Dense(), HALF])
 def test_one_fragment_without_delay_is_diloco_bit_for_bit(compress):
     options = {"outer_lr": 0.7, "outer_momentum": 0.9, "compress": compress}
-    models, optimizers = team(3, every(4, fragments=1, delay=0, mixing=0.0, **options), adamw)
-    others, theirs = team(3, lambda *of: DiLoCo(*of, local_steps=4, **options), adamw)
-    train(models, optimizers, 14)
-    train(others, theirs, 14)
-    for model, other in zip(models, others, strict=True):
-        assert torch.equal(vector_of(model), vector_of(other))
-
-
-@pytest.mark.parametrize("compress", [Dense(), HALF, Sign(block=64)], ids=["dense", "half", "sign"])
-def test_bytes_and_requests_are_as_stated(compress):
-    world_size, parts = 4, 3
-    make = every(5, fragments=parts, delay=2, signals=2, compress=compress)
-    models, optimizers = team(world_size, make, dtype=torch.float32)
-    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
-    # two windows of every fragment, the second's last offset and its delay
-    found = lockstep_by(
-        "builtin",
-        [taught(*pair, 15) for pair in zip(models, optimizers, strict=True)],
-    )
-    optimizer = optimizers[0]
-    means = [5, 10, 15, 7, 12, 8, 13]
-    counts = [fragment.num_elements for fragment in optimizer.fragments]
-    window = sum(compress.bytes_sent(count, world_size, 4) for count in counts)
-    stated = 2 * window + compress.bytes_sent(counts[0], world_size, 4)
-    for ledger in found.ledgers:
-        assert ledger.requests == len(means) * (2 if isinstance(compress, Sign) else 1)
-        # parts of a ring differ by an element
-        assert abs(ledger.bytes_sent - stated) <= len(means) * 2 * world_size * 4
+    found = []
+    for make in (
+        every(4, fragments=1, delay=0, mixing=0.0, **options),
+        around(DiLoCo, local_steps=4, **options),
+    ):
+        models, optimizers = team(3, make, adamw)
+        train(models, optimizers, 14)
+        found.append(vectors_of(models))
+    assert torch.equal(*found)
 
 
 def test_memory_is_two_vectors_and_the_pending_fragments():
     models, optimizers = team(2, every(6, fragments=4, delay=4))
-    count = optimizers[0].flat.num_elements
-    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
+    count = sum(each.numel() for each in models[0].parameters() if each.requires_grad)
+    broadcast(optimizers)
     begins = {round(p * 6 / 4) + 6 * r: p for p in range(4) for r in range(1, 4)}
     for step in range(1, 20):
         train(models, optimizers, step, step - 1)
-        flying = [begins[each] for each in range(step - 3, step + 1) if each in begins]
-        expected = sum(optimizers[0].fragments[p].num_elements for p in flying)
+        pending = [begins[each] for each in range(step - 3, step + 1) if each in begins]
+        expected = sum(optimizers[0].fragments[p].num_elements for p in pending)
         assert optimizers[0].state_bytes == (2 * count + expected) * 8
 
 
+def timed(model, optimizer, step_s, steps):
+    yield from optimizer.broadcast_model_algorithm()
+    for rows in batches(steps):
+        set_gradients(model, optimizer, rows)
+        yield Compute(step_s)
+        yield from optimizer.algorithm()
+
+
 def test_exchanges_over_a_slow_network_overlap_with_steps():
-    step_s = 0.1
-
-    def timed(model, optimizer):
-        yield from optimizer.broadcast_model_algorithm()
-        for rows in batches(12):
-            optimizer.zero_grad()
-            loss_of(model, rows).backward()
-            yield Compute(step_s)
-            yield from optimizer.algorithm()
-
     seconds = {}
     for delay in (0, 2):
-        make = every(4, fragments=1, delay=delay)
-        models, optimizers = team(2, make, dtype=torch.float32)
-        lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
-        size = optimizers[0].flat.num_elements * 4
-        found = lockstep(
-            [timed(*pair) for pair in zip(models, optimizers, strict=True)],
-            Link(bytes_per_s=size / 0.12),
-        )
+        models, optimizers = team(2, every(4, fragments=1, delay=delay), dtype=torch.float32)
+        broadcast(optimizers)
+        size = 4 * sum(each.numel() for each in models[0].parameters() if each.requires_grad)
+        found = lockstep(of_ranks(timed, models, optimizers, 0.1, 12), Link(size / 0.12))
         seconds[delay] = max(found.seconds)
-    assert seconds[2] == pytest.approx(12 * step_s)
-    assert seconds[0] > 12 * step_s + 3 * 0.1
+    assert seconds[2] == pytest.approx(12 * 0.1)
+    assert seconds[0] > 12 * 0.1 + 3 * 0.1
 
 
 def test_a_fragment_whose_mean_overflows_changes_nothing():
@@ -211,106 +186,129 @@ def test_a_fragment_whose_mean_overflows_changes_nothing():
         assert optimizer.dropped == 1
 
 
-def test_fragments_by_module():
-    def make(inner, group):
-        model = next(models)
-        return StreamingDiLoCo(
-            inner,
-            group,
-            local_steps=3,
-            fragments="modules",
-            named_parameters=model.named_parameters(),
-        )
-
-    made = [Everything() for _ in range(2)]
-    models = iter(made)
-    optimizers = [make(sgd(model.parameters()), Group(rank, 2)) for rank, model in enumerate(made)]
-    assert len(optimizers[0].fragments) == 4
-    train(made, optimizers, 8)
-    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
-    assert all_equal(made)
-
-
 def test_a_single_rank_alone_is_saved_and_copied_with_pending_fragments():
     def step(model, optimizer, number):
-        gradients_of(model, optimizer, batches(number + 1)[number])
+        set_gradients(model, optimizer, batches(number + 1)[number])
         optimizer.step()
 
     (model,), (optimizer,) = team(1, every(4, fragments=3, delay=3, alone=True))
     for number in range(6):
         step(model, optimizer, number)
-    assert pending_of(optimizer)
-    pairs = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    pair = model, optimizer
+    pairs = [copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))]
     (other,), (loaded,) = team(1, every(4, fragments=3, delay=3, alone=True))
     loaded.load_state_dict(saved(optimizer.state_dict()))
-    for pair in ((model, optimizer), (other, loaded), *pairs):
+    for each in (pair, (other, loaded), *pairs):
         for number in range(6, 14):
-            step(*pair, number)
+            step(*each, number)
     assert all_equal([model, other, *(copied for copied, _ in pairs)])
+
+
+# --- fragments
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.head = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def sizes_of(model, fragments, **options):
+    optimizer = StreamingDiLoCo(
+        sgd(model.parameters()), Group(0, 2), fragments=fragments, **options
+    )
+    return [fragment.num_elements for fragment in optimizer.fragments]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 100])
+def test_fragments_have_nearly_equal_sizes_and_all_elements_are_exchanged(count):
+    sizes = sizes_of(Everything(), count)
+    assert len(sizes) == count
+    assert max(sizes) - min(sizes) <= 1
+    models, optimizers = team(2, every(3, fragments=count, delay=0, mixing=0.0))
+    train(models, optimizers, 8)
+    finalize(optimizers)
+    assert all_equal(models)
+
+
+def test_fragments_by_module_or_names():
+    model = Layers()
+
+    def named(fragments):
+        return sizes_of(model, fragments, named_parameters=model.named_parameters())
+
+    assert named("modules") == [1, 12, 12, 8, 4]
+    assert named([r"bias$", r"^layers"]) == [10, 18, 9]
+    with pytest.raises(ValueError, match="no parameter for the fragment 'tail'"):
+        named(["head", "tail"])
+    with pytest.raises(ValueError, match=r"(?s)no name for group 0, parameter 0.*named_parameters"):
+        sizes_of(model, "modules")
+    for wrong in ("layers", ["("], [], 1.5, None):
+        with pytest.raises(ValueError, match="fragments is "):
+            named(wrong)
+
+
+def test_fragments_by_module_of_tied_and_frozen_parameters_train_in_sync():
+    models = [Everything() for _ in range(2)]
+    optimizers = [
+        StreamingDiLoCo(
+            sgd(model.parameters()),
+            Group(rank, 2),
+            local_steps=3,
+            fragments="modules",
+            named_parameters=model.named_parameters(remove_duplicate=False),
+        )
+        for rank, model in enumerate(models)
+    ]
+    assert len(optimizers[0].fragments) == 4
+    lockstep(of_ranks(steps_of, models, optimizers, 8))
+    finalize(optimizers)
+    assert all_equal(models)
+
+
+# --- measured intervals
 
 
 @pytest.mark.parametrize(
     ("exchange_s", "delay", "expected", "then"),
-    [
-        (0.5, 3, 4, 3),
-        (4.0, 3, 24, 3),
-        (20.0, 3, 120, 3),
-        (0.75, "auto", 5, 2),
-        (4.0, "auto", 24, 8),
-    ],
+    [(0.5, 3, 4, 3), (20.0, 3, 120, 3), (0.75, "auto", 5, 2), (4.0, "auto", 24, 8)],
 )
 def test_local_steps_and_delay_hide_the_exchanges(exchange_s, delay, expected, then):
     clocks = [Handed(), Handed()]
 
     def make(inner, group):
-        return StreamingDiLoCo(
-            inner,
-            group,
-            local_steps="auto",
-            fragments=3,
-            delay=delay,
-            clocks=clocks[group.rank],
-        )
+        options = {"fragments": 3, "delay": delay, "clocks": clocks[group.rank]}
+        return StreamingDiLoCo(inner, group, local_steps="auto", **options)
 
-    def slow(reducer, rank):
-        mean = reducer.mean
+    begun, delays = [], []
 
-        def slower(values, extras=0):
-            clocks[rank].wall_s += exchange_s
-            return (yield from mean(values, extras))
-
-        reducer.mean = slower
-
-    begun, delays = {0: [], 1: []}, {0: [], 1: []}
-
-    def timed(rank):
+    def measured(rank):
         optimizer, dues = optimizers[rank], set()
         yield from optimizer.broadcast_model_algorithm()
         for number, rows in enumerate(batches(WARM_UP + NUM_MEASURED + 100), 1):
             clocks[rank].wall_s += 1.0
-            optimizer.zero_grad()
-            loss_of(models[rank], rows).backward()
+            set_gradients(models[rank], optimizer, rows)
             yield from optimizer.algorithm()
-            for pending in pending_of(optimizer):
-                if pending.due not in dues:
-                    dues.add(pending.due)
-                    begun[rank].append(number)
-                    delays[rank].append(pending.due - number)
+            for due in {each.due for each in optimizer.fragments if each.due} - dues:
+                dues.add(due)
+                begun.append((rank, number))
+                delays.append(due - number)
 
     models, optimizers = team(2, make)
-    for rank, optimizer in enumerate(optimizers):
-        for reducer in optimizer.reducers.values():
-            slow(reducer, rank)
-    lockstep([timed(rank) for rank in range(2)])
+    for clock, optimizer in zip(clocks, optimizers, strict=True):
+        slow_down(optimizer, clock, exchange_s)
+    lockstep([measured(rank) for rank in range(2)])
     end = WARM_UP + NUM_MEASURED
-    measured = [10, 13, 17, 20, 23]
+    first = [10, 13, 17, 20, 23]
     later = sorted(
         end + offset + expected * window
         for offset in (0, round(expected / 3), round(2 * expected / 3))
         for window in range(1, 40)
         if end + offset + expected * window <= end + 100
     )
-    assert begun[0] == begun[1] == measured + later
-    first = 1 if delay == "auto" else delay
-    assert delays[0] == delays[1] == [first] * len(measured) + [then] * len(later)
+    assert sorted(begun) == [(rank, step) for rank in range(2) for step in first + later]
+    initial = 1 if delay == "auto" else delay
+    assert sorted(delays) == sorted(2 * ([initial] * len(first) + [then] * len(later)))
     assert optimizers[0].local_steps == expected
