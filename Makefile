@@ -11,9 +11,10 @@ DOCS_READY := $(VENV)/.ready-for-docs
 # processes that run tests, one more than cores (tests/conftest.py); they take a gigabyte each
 SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4 --dist worksteal
 
-# most cases of a test of Triton kernels under Triton's interpreter, which is slow; `make test-ptx`
-# executes more of them as compiled code, and `make test-all` runs all
-TRITON_CASES := --triton-cases 4
+# each value of each parameter of a test, and at most four cases of a test of Triton kernels, since
+# Triton's interpreter is slow; `make test-ptx` executes more of them as compiled code, and
+# `make test-all` runs all cases
+CASES := --cover --triton-cases 4
 
 # Triton kernels as compiled code that is executed on the CPU: all of them for sm_90, of each test at
 # most 8 cases, and few cases for other architectures
@@ -36,7 +37,7 @@ demo: $(READY)  ## train on the built-in graph
 	$(BIN)/gcnzc train --epochs 3
 
 test: $(TESTS_READY)  ## the test suite
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(TRITON_CASES) -m "not (slow or compiled or processes)"
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(CASES) -m "not (slow or compiled or processes)"
 
 test-processes: $(TESTS_READY)  ## commands that are interrupted or killed, several workers and machines
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "processes and not slow"

@@ -31,6 +31,7 @@ from triton.runtime import interpreter
 
 from tests.fast_interpreter import accept_new_numpy, speed_up_interpreter
 from tests.ptx_launches import evenly_spaced
+from tests.slow_cases import covering
 
 ROOT = Path(__file__).parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -64,6 +65,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--triton-cases",
         type=int,
         help="the most cases of each test with the marker `triton`, evenly spaced",
+    )
+    parser.addoption(
+        "--cover",
+        action="store_true",
+        help="of each test, few cases that together have each value of each parameter",
     )
 
 
@@ -105,9 +111,14 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude modules and tests from garbage collections, which tests start often."""
+    """Exclude modules and tests from garbage collections, which tests start often.
+
+    Then start the process from which workers are forked, if a test needs it.
+    """
     gc.collect()
     gc.freeze()
+    if "processes" in sys.modules:
+        sys.modules["processes"].start_fork_server()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -123,12 +134,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if "gpu" in item.keywords:
                 item.add_marker(needs_gpu)
     most_cases = config.getoption("--triton-cases")
+    removed: set[pytest.Item] = set()
+    marked = [item for item in items if item.get_closest_marker("triton")]
     if most_cases is not None:
-        marked = [item for item in items if item.get_closest_marker("triton")]
-        kept = set(evenly_spaced(marked, most_cases))
-        removed = {item for item in marked if item not in kept}
-        config.hook.pytest_deselected(items=list(removed))
-        items[:] = [item for item in items if item not in removed]
+        removed |= {*marked} - {*evenly_spaced(marked, most_cases)}
+    if config.getoption("--cover"):
+        others = [item for item in items if not item.get_closest_marker("triton")]
+        removed |= {*others} - {*covering(others)}
+    config.hook.pytest_deselected(items=list(removed))
+    items[:] = [item for item in items if item not in removed]
 
 
 @pytest.fixture(scope="session")

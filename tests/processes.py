@@ -1,11 +1,14 @@
 """Run functions in real worker processes that communicate over gloo on this machine."""
 
-import multiprocessing
+import importlib
+import multiprocessing.util
 import os
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -18,30 +21,50 @@ from torch.distributed import TCPStore
 
 from gcnzc.exchange import agreement, heartbeat
 
-# one process imports everything once, and each worker is a fork of it
+# workers are forks of one process, see `start_fork_server`
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [
-        "gcnzc.optim",
-        "gcnzc.train.run",
-        # what the modules of tests import, from which a worker gets its function
-        "pytest",
-        "gcnzc.cli",
-        "gcnzc.datasets.generate",
-        "gcnzc.graph.prepare",
-        # what a worker would import on first use, which takes 3 s of CPU time: by torch's
-        # optimizers, by compiled functions, by plots and by the names of classes
-        "torch._dynamo",
-        "torch.profiler",
-        "numba.core.registry",
-        "numba.np.arrayobj",
-        "numba.typed",
-        "scipy.linalg",
-        "matplotlib.figure",
-        "matplotlib.backends.backend_agg",
-        "pandas",
-    ]
-)
+# what workers would import on first use: torch's optimizers, compiled functions, plots, files for
+# TensorBoard, and the names of classes
+LAZY = ("torch._dynamo", "torch.profiler", "numba.core.registry", "numba.np.arrayobj")
+LAZY += ("numba.typed", "scipy.linalg", "matplotlib.figure", "matplotlib.backends.backend_agg")
+LAZY += ("pandas", "tensorboard.compat.proto.summary_pb2", "tensorboard.summary.writer.record_writer")
+for name in LAZY:
+    with suppress(ImportError):
+        importlib.import_module(name)
+
+
+def start_fork_server() -> None:
+    """Fork the process from which workers are forked, before the first test runs.
+
+    It has the imports of all modules of tests, and no threads. Otherwise multiprocessing starts an
+    interpreter that imports everything again, and each worker imports the module of its test.
+    """
+    # which is started in the same way
+    resource_tracker.ensure_running()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # of Python 3.12 and newer: pytest-xdist has a thread, which holds no lock here
+        warnings.simplefilter("ignore", DeprecationWarning)
+        patch.setattr(multiprocessing.util, "spawnv_passfds", _fork)
+        forkserver.ensure_running()
+
+
+def _fork(_path: bytes, arguments: Sequence[str], files: Sequence[int]) -> int:
+    """Execute the program of an interpreter in a fork of this process; return its id."""
+    process = os.fork()
+    if process == 0:
+        try:
+            # the other end of the pipe by which the server knows that this process lives
+            pipe = os.readlink(f"/proc/self/fd/{files[1]}")
+            for file in map(int, os.listdir("/proc/self/fd")):
+                if file != files[1] and os.path.realpath(f"/proc/self/fd/{file}").endswith(pipe):
+                    os.close(file)
+            # not as in a test, where a warning is an error
+            warnings.resetwarnings()
+            warnings.simplefilter("ignore")
+            exec(arguments[-1])
+        finally:
+            os._exit(0)
+    return process
 
 
 def shorten_waits() -> None:

@@ -1,9 +1,10 @@
-"""Cases of a test that only `make test-all` runs, with the marker `slow`.
+"""Cases of a test that only `make test-all` runs.
 
-They verify with more values what the other cases of the same test verify.
+They verify with more values, or with more combinations of values, what the other cases of the same
+test verify. Some have the marker `slow`; of tests with several parameters, `--cover` leaves them out.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -17,3 +18,24 @@ def mark_slow(cases: Iterable[tuple[Any, ...]], is_slow: Callable[..., bool]) ->
 def seeds(count: int, num_quick: int) -> list[Any]:
     """Return the seeds 0 to `count` - 1, of which the first `num_quick` are not slow."""
     return mark_slow(((seed,) for seed in range(count)), lambda seed: seed >= num_quick)
+
+
+def covering(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return few cases of each test that together have each value of each of its parameters.
+
+    Values that one `parametrize` lists together are one value. Cases with the marker `slow` do not
+    count.
+    """
+    tests: dict[str, dict[pytest.Item, set[tuple[str, int]]]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None and isinstance(item, pytest.Function):
+            values = item.callspec.indices.items() if hasattr(item, "callspec") else [("", 0)]
+            tests.setdefault(item.nodeid.partition("[")[0], {})[item] = set(values)
+    kept: list[pytest.Item] = []
+    for cases in tests.values():
+        missing = set().union(*cases.values())
+        while missing:
+            most = max(cases, key=lambda item: len(missing & cases[item]))
+            missing -= cases[most]
+            kept.append(most)
+    return kept

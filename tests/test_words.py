@@ -7,8 +7,6 @@ import tokenize
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(
     path
@@ -83,15 +81,15 @@ def relative(path):
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("words", RETIRED)
-def test_retired_words_are_not_used(words):
-    found = [
-        f"{relative(path)}: {match[0]}"
-        for path in (*SOURCES, *PAGES)
-        if relative(path) not in EXCEPTIONS
-        for match in re.finditer(rf"\b({words})\b", prose(path), re.IGNORECASE)
-    ]
-    assert not found, f"write {RETIRED[words]}"
+def test_retired_words_are_not_used():
+    found = []
+    for path in (*SOURCES, *PAGES):
+        for words, instead in RETIRED.items() if relative(path) not in EXCEPTIONS else ():
+            pattern = re.compile(rf"\b({words})\b", re.IGNORECASE)
+            # prose is found only in the few files that have a word at all
+            matches = pattern.findall(prose(path)) if pattern.search(path.read_text()) else ()
+            found += [f"{relative(path)}: {match}; write {instead}" for match in matches]
+    assert not found
 
 
 def test_retired_names_are_not_used():

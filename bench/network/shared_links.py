@@ -4,13 +4,13 @@ A message starts when both its send and its receive have started, as over gloo. 
 connection follow each other. The rates of all active messages are max-min fair: the rate of none
 can increase without a decrease of one that is not faster. They change when a message starts or
 ends. A send ends before its bytes have left, as with the send buffers of TCP, so the next send of
-the rank may share its link with the rest of this one.
+the rank may share its link with the rest of this one. Crashes of ranks are not simulated.
 
 Notation: W ranks.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -31,14 +31,12 @@ SEND_BUFFER_BYTES = 2e6
 MESSAGE_S = 100e-6
 """seconds of a processor core to start a message; a round value, which was not measured"""
 
-Resource: TypeAlias = tuple[str, int, int]
-"""an outgoing link, an incoming link or the link of a pair, and its ranks"""
+Resource: TypeAlias = tuple[str, int] | tuple[int, int]
+"""the outgoing or incoming link of a rank, or the link of a pair of ranks"""
 
 Connection: TypeAlias = tuple[int, int, str | None]
 """sender, receiver and channel"""
 
-# bytes that are left of a message, at most, because of rounding
-_TINY = 1e-6
 # relative difference of rates that are equal except for rounding
 _ROUNDING = 1e-9
 
@@ -79,24 +77,16 @@ class Transfer:
         resources: the links that limit its rate.
     """
 
-    __slots__ = ("at", "connection", "is_sent", "left", "message", "rate", "resources", "version")
+    __slots__ = ("connection", "is_sent", "left", "message", "rate", "resources")
 
     def __init__(self, message: SentMessage, resources: list[Resource]) -> None:
         self.message, self.resources = message, resources
         self.connection: Connection = message.sender, message.peer, message.channel
         self.left = float(message.num_bytes)
-        """bytes that have not left the sender at time `at`"""
-        self.rate = self.at = 0.0
+        """bytes that have not left the sender"""
+        self.rate = 0.0
         self.is_sent = False
         """whether its bytes are in the send buffer or have left"""
-        self.version = 0
-        """number of changes of the rate; events of earlier versions are obsolete"""
-
-    def update(self, now: float) -> None:
-        """Account for the bytes that have left until `now`."""
-        if now > self.at and self.rate:
-            self.left = max(0.0, self.left - self.rate * (now - self.at))
-        self.at = now
 
 
 class SharedLinks(SimulatedNetwork):
@@ -116,15 +106,18 @@ class SharedLinks(SimulatedNetwork):
     ) -> None:
         super().__init__(world_size, link, links)
         self.buffers = [getattr(each, "buffer_bytes", 0.0) for each in self.of_rank]
+        limits: dict[Resource, float] = {}
+        for rank, own in enumerate(self.of_rank):
+            limits |= {("out", rank): own.bytes_per_s, ("in", rank): own.in_bytes_per_s}
+        limits |= {pair: own.bytes_per_s for pair, own in self.of_pair.items()}
+        self.limits = {resource: rate for resource, rate in limits.items() if rate < NEVER}
         # when a sender has started its last message
         self.started_at = [0.0] * world_size
-        self.connections: defaultdict[Connection, deque[Transfer]] = defaultdict(deque)
-        # active messages, in the order of their starts
-        self.active: defaultdict[Resource, dict[Transfer, None]] = defaultdict(dict)
-        # active messages whose rates are not known yet, and links whose share has changed
-        self.changed: dict[Transfer, None] = {}
-        self.freed: dict[Resource, None] = {}
-        self.shares_at = -1.0
+        # the messages of a connection, the first of which is active
+        self.queues: defaultdict[Connection, deque[Transfer]] = defaultdict(deque)
+        self.now = 0.0
+        # when rates are computed next, and how often they were
+        self.shares_at, self.version = -1.0, 0
 
     def connect(
         self,
@@ -144,142 +137,72 @@ class SharedLinks(SimulatedNetwork):
     def open(self, message: SentMessage, now: float) -> None:
         """Start a message if its receive has started."""
         if message.matched_at < NEVER:
-            self.start(message, now, is_late=False)
+            self.start(message, now)
 
     def match(self, message: SentMessage, now: float) -> None:
-        """Start a message whose receive has started after it."""
-        self.start(message, now, is_late=True)
+        """Start a message whose receive has started after it, when its sender knows that."""
+        self.start(message, now + self._delay_s(message.peer, message.sender))
 
-    def start(self, message: SentMessage, now: float, *, is_late: bool) -> None:
-        """Start a message whose send and receive have started.
-
-        Args:
-            message: the message.
-            now: when the later of the two started.
-            is_late: whether this is the receive, so that the sender has to be notified first.
-        """
+    def start(self, message: SentMessage, now: float) -> None:
+        """Start a message, after the previous message of its rank."""
         sender, receiver = message.sender, message.peer
-        link = self.of_rank[sender]
-        if is_late:
-            now += self._delay_s(receiver, sender)
-        begin = max(now, self.started_at[sender]) + link.message_s
+        begin = max(now, self.started_at[sender]) + self.of_rank[sender].message_s
         self.started_at[sender] = begin
-        transfer = Transfer(message, self._resources(sender, receiver))
+        names: list[Resource] = [("out", sender), ("in", receiver), (sender, receiver)]
+        transfer = Transfer(message, [name for name in names if name in self.limits])
         self.schedule(begin, lambda at: self._enqueue(transfer, at))
-
-    def crash(self, rank: int) -> None:
-        """End the messages of a rank that are not in its send buffers."""
-        for connection, queue in self.connections.items():
-            if connection[0] == rank:
-                for transfer in [each for each in queue if not each.is_sent]:
-                    self._remove(transfer, transfer.at)
-
-    def _resources(self, sender: int, receiver: int) -> list[Resource]:
-        """Return the links with a limit from one rank to another."""
-        found: list[Resource] = []
-        if self.of_rank[sender].bytes_per_s < NEVER:
-            found.append(("out", sender, sender))
-        if self.of_rank[receiver].in_bytes_per_s < NEVER:
-            found.append(("in", receiver, receiver))
-        if (sender, receiver) in self.of_pair:
-            found.append(("pair", sender, receiver))
-        return found
-
-    def _bytes_per_s(self, resource: Resource) -> float:
-        kind, first, second = resource
-        if kind == "pair":
-            return self.of_pair[first, second].bytes_per_s
-        link = self.of_rank[first]
-        return link.bytes_per_s if kind == "out" else link.in_bytes_per_s
 
     def _delay_s(self, sender: int, receiver: int) -> float:
         pair = self.of_pair.get((sender, receiver))
         return self.of_rank[sender].delay_s + (pair.delay_s if pair else 0.0)
 
     def _enqueue(self, transfer: Transfer, now: float) -> None:
-        """Add a message to its connection, and send it if no other precedes it."""
-        queue = self.connections[transfer.connection]
+        """Add a message to its connection."""
+        self._update(now)
+        queue = self.queues[transfer.connection]
         queue.append(transfer)
-        for each in queue:
-            each.update(now)
-        if sum(each.left for each in queue) <= self._buffer_bytes(transfer):
-            self._end_send(transfer, now)
-        if len(queue) == 1:
-            self._activate(transfer, now)
-
-    def _buffer_bytes(self, transfer: Transfer) -> float:
-        return self.buffers[transfer.connection[0]]
-
-    def _activate(self, transfer: Transfer, now: float) -> None:
-        transfer.at = now
-        for resource in transfer.resources:
-            self.active[resource][transfer] = None
-        self.changed[transfer] = None
-        self._share_later(now)
-
-    def _remove(self, transfer: Transfer, now: float) -> None:
-        """Remove a message, and send the next one of its connection."""
-        transfer.version += 1
-        queue = self.connections[transfer.connection]
-        is_active = queue[0] is transfer
-        queue.remove(transfer)
-        if not is_active:
-            return
-        for resource in transfer.resources:
-            del self.active[resource][transfer]
-            self.freed[resource] = None
-        self.changed.pop(transfer, None)
-        if queue:
-            self._activate(queue[0], now)
-        self._share_later(now)
-
-    def _share_later(self, now: float) -> None:
-        """Compute rates after all changes at this time."""
-        if self.shares_at != now:
+        if sum(each.left for each in queue) <= self.buffers[transfer.connection[0]]:
+            self._end_send(transfer)
+        # after all changes at this time
+        if len(queue) == 1 and self.shares_at != now:
             self.shares_at = now
             self.schedule(now, self._share)
 
+    def _update(self, now: float) -> None:
+        """Account for the bytes of active messages that have left until `now`."""
+        if now > self.now:
+            for transfer in self._active():
+                transfer.left = max(0.0, transfer.left - transfer.rate * (now - self.now))
+        self.now = now
+
+    def _active(self) -> list[Transfer]:
+        return [queue[0] for queue in self.queues.values() if queue]
+
     def _share(self, now: float) -> None:
-        """Compute the rates of all messages that a change affects."""
+        """Compute the rates of all active messages, and schedule the next change of one."""
         self.shares_at = -1.0
-        changed = list(self.changed)
-        for resource in self.freed:
-            changed += self.active[resource]
-        self.changed.clear()
-        self.freed.clear()
-        affected = self._affected(changed)
-        rates = self._fair_rates(affected)
-        for transfer in affected:
-            rate = rates[transfer]
-            if abs(rate - transfer.rate) > _ROUNDING * rate or not transfer.version:
-                transfer.update(now)
-                transfer.rate = rate
-                self._schedule_next(transfer)
+        self._update(now)
+        active = self._active()
+        self._set_fair_rates(active)
+        self.version += 1
+        if active:
+            ends = [now + (each.left - self._left_later(each)) / each.rate for each in active]
+            first, version = min(ends), self.version
+            due = [each for each, end in zip(active, ends, strict=True) if end == first]
+            self.schedule(first, lambda at: self._advance(due, version, at))
 
-    def _affected(self, changed: Iterable[Transfer]) -> dict[Transfer, None]:
-        """Return the messages that are connected with these ones by common links."""
-        found = dict.fromkeys(changed)
-        pending, visited = list(found), set()
-        while pending:
-            for resource in pending.pop().resources:
-                if resource in visited:
-                    continue
-                visited.add(resource)
-                for other in self.active[resource]:
-                    if other not in found:
-                        found[other] = None
-                        pending.append(other)
-        return found
+    def _left_later(self, transfer: Transfer) -> float:
+        """Return how many bytes are left at its next change: in the send buffer, or none."""
+        return 0.0 if transfer.is_sent else min(self.buffers[transfer.connection[0]], transfer.left)
 
-    def _fair_rates(self, transfers: Iterable[Transfer]) -> dict[Transfer, float]:
-        """Return the max-min fair rates: fill all links evenly, and fix the rates of full ones."""
-        rates: dict[Transfer, float] = {}
-        free: dict[Resource, float] = {}
+    def _set_fair_rates(self, transfers: Sequence[Transfer]) -> None:
+        """Set max-min fair rates: fill all links evenly, and fix the rates of full ones."""
+        waiting: dict[Resource, dict[Transfer, None]] = {}
         for transfer in transfers:
-            rates[transfer] = NEVER
+            transfer.rate = NEVER
             for resource in transfer.resources:
-                free[resource] = self._bytes_per_s(resource)
-        waiting = {resource: dict(self.active[resource]) for resource in free}
+                waiting.setdefault(resource, {})[transfer] = None
+        free = {resource: self.limits[resource] for resource in waiting}
         while waiting:
             shares = {each: free[each] / len(waiting[each]) for each in waiting}
             share = min(shares.values())
@@ -287,38 +210,28 @@ class SharedLinks(SimulatedNetwork):
                 if own > share * (1 + _ROUNDING):
                     continue
                 for transfer in list(waiting[resource]):
-                    rates[transfer] = share
+                    transfer.rate = share
                     for other in transfer.resources:
                         del waiting[other][transfer]
                         free[other] -= share
             waiting = {resource: left for resource, left in waiting.items() if left}
-        return rates
 
-    def _schedule_next(self, transfer: Transfer) -> None:
-        """Schedule when a message is in the send buffer, or has left."""
-        transfer.version += 1
-        version = transfer.version
-        left = transfer.left
-        if not transfer.is_sent:
-            left -= min(self._buffer_bytes(transfer), left)
-        end = transfer.at + left / transfer.rate
-        self.schedule(end, lambda at: self._advance(transfer, version, at, left))
-
-    def _advance(self, transfer: Transfer, version: int, now: float, sent: float) -> None:
-        """Continue with a message after `sent` more bytes have left."""
-        if version != transfer.version:
+    def _advance(self, due: Sequence[Transfer], version: int, now: float) -> None:
+        """Continue with messages that are in the send buffer, or have left."""
+        if version != self.version:
             return
-        transfer.left, transfer.at = transfer.left - sent, now
-        if not transfer.is_sent:
-            self._end_send(transfer, now)
-        if transfer.left > _TINY:
-            self._schedule_next(transfer)
-            return
-        sender, receiver, _ = transfer.connection
-        self._remove(transfer, now)
-        self.set_arrival(transfer.message, now + self._delay_s(sender, receiver))
+        self._update(now)
+        for transfer in due:
+            transfer.left = self._left_later(transfer)
+            if not transfer.is_sent:
+                self._end_send(transfer)
+            if not transfer.left:
+                self.queues[transfer.connection].popleft()
+                sender, receiver, _ = transfer.connection
+                self.set_arrival(transfer.message, now + self._delay_s(sender, receiver))
+        self._share(now)
 
-    def _end_send(self, transfer: Transfer, now: float) -> None:
+    def _end_send(self, transfer: Transfer) -> None:
         transfer.is_sent = True
-        transfer.message.sent_at = now
+        transfer.message.sent_at = self.now
         self.end_send(transfer.message)

@@ -3,14 +3,13 @@
 import contextlib
 import io
 import json
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from processes import FORKS
 
 from gcnzc import Loader, load, presample
 from gcnzc.cli import main
@@ -136,17 +135,12 @@ def outcomes(tmp_path_factory):
     assert main([*words, "--out", str(folder / "run")]) == 0
     (folder / "outcomes").touch()
     # a signal ends this process instead of pytest's
-    code = f"import test_damaged_folders as t; t.write_outcomes(t.Path({str(folder)!r}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    process = FORKS.Process(target=write_outcomes, args=(folder,))
+    process.start()
+    process.join()
     lines = (folder / "outcomes").read_text().splitlines()
     where = CASES[len(lines)] if len(lines) < len(CASES) else "the end"
-    assert done.returncode == 0, f"{where} ended with {done.returncode}: {done.stderr[-2000:]}"
+    assert process.exitcode == 0, f"{where} ended with {process.exitcode}"
     return dict(zip(CASES, map(json.loads, lines), strict=True))
 
 

@@ -13,7 +13,7 @@ from transfer_programs import LoaderProgram, TransferProgram, replaced_threads, 
 from gcnzc.loader import transfer
 
 # of each kind: what `make test` runs, and each of the five slow tests, of which CI runs the first
-NUM_SCHEDULES = {TransferProgram: 120, LoaderProgram: 40}
+NUM_SCHEDULES = {TransferProgram: 50, LoaderProgram: 20}
 MANY_SCHEDULES = {TransferProgram: 1400, LoaderProgram: 600}
 # runs without a call; a race must be found in at least one of them, since threads meet in few
 NUM_ATTEMPTS = 150

@@ -9,7 +9,7 @@ from typed_transfer_programs import HeteroLoaderProgram, TypedTransferProgram
 
 from gcnzc.loader import transfer
 
-NUM_SCHEDULES = {TypedTransferProgram: 80, HeteroLoaderProgram: 20}
+NUM_SCHEDULES = {TypedTransferProgram: 30, HeteroLoaderProgram: 10}
 MANY_SCHEDULES = {TypedTransferProgram: 1400, HeteroLoaderProgram: 400}
 # runs without a statement, of which at least one must have a race
 NUM_ATTEMPTS = 150

@@ -1,0 +1,93 @@
+"""Record which files of gcnzc one step of a method runs through: what a reader of the step reads.
+
+    python -m bench.network.reading
+
+Two processes train a small model over gloo. A profiler of Python's function calls notes the files
+that the last step enters in the main thread: a compressed step of 1-bit Adam, and a step of DiLoCo
+that synchronizes. Lines are those of whole files, including documentation.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+import gcnzc
+from bench.harness import record
+from bench.network import tasks
+from bench.network.tasks import Line
+from gcnzc import optim
+from gcnzc.exchange import Group
+
+MODULE = "bench.network.reading"
+WORKERS, STEPS = 2, 12
+# each of them exchanges in the last step
+METHODS: dict[str, Callable[[Any, Group], optim.DistributedOptimizer]] = {
+    "1-bit Adam": lambda p, g: optim.OneBitAdam(p, lr=0.01, warmup=4, group=g),
+    "DiLoCo": lambda p, g: optim.DiLoCo(torch.optim.AdamW(p, 0.01), local_steps=4, group=g),
+}
+
+
+def main() -> None:
+    """Record a line for each method."""
+    own = [{"method": name} for name in METHODS]
+    for line in tasks.run_here(WORKERS, tasks.command(MODULE, own)):
+        record("reading", {"method": line.pop("method")}, **line)
+
+
+def read_step(group: Group, task: Line) -> Iterator[Line]:
+    """Train, and yield what the last step enters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Linear(50, 3))
+    optimizer = METHODS[task["method"]](model.parameters(), group)
+    for _ in range(STEPS - 1):
+        compute_gradients(model)
+        optimizer.step()
+    compute_gradients(model)
+    entered = files_entered_by(optimizer.step)
+    classes = [f"{each.__module__}.{each.__name__}" for each in type(optimizer).__mro__[1:]]
+    classes = [name for name in classes if name.startswith("gcnzc.")]
+    yield task | {
+        "files": len(entered),
+        "lines": sum(entered.values()),
+        "classes_above": len(classes),
+        "lines_of_files": entered,
+        "names_of_classes": classes,
+    }
+
+
+def compute_gradients(model: nn.Module) -> None:
+    """Set the gradients of a random minibatch."""
+    model.zero_grad()
+    model(torch.randn(8, 20)).square().mean().backward()
+
+
+def files_entered_by(function: Callable[[], object]) -> dict[str, int]:
+    """Return the number of lines of each file of gcnzc that a call enters in this thread."""
+    package = Path(gcnzc.__file__).parent
+    entered = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            entered.add(Path(frame.f_code.co_filename))
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    paths = sorted(path for path in entered if path.is_relative_to(package))
+    return {
+        path.relative_to(package).as_posix(): len(path.read_text().splitlines()) for path in paths
+    }
+
+
+if __name__ == "__main__":
+    if tasks.is_worker():
+        tasks.serve(read_step)
+    else:
+        main()
