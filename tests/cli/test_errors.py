@@ -290,22 +290,6 @@ def test_a_damaged_record_is_reported_and_rewritten(run, tmp_path, capsys, damag
 @pytest.mark.parametrize(
     "damage",
     [
-        {"metric": [1]},
-        {"test_accuracy": {}},
-    ],
-)
-def test_values_of_a_wrong_type_in_a_record_are_reported(run, tmp_path, capsys, damage):
-    folder = tmp_path / "run"
-    shutil.copytree(run, folder)
-    path = folder / "record.jsonl"
-    lines = [json.loads(text) | damage for text in path.read_text().splitlines()]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert "record.jsonl is damaged" in answer_of(capsys, ["plot", folder], 1)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
         *({"classes": value} for value in ("x", [1, 2, 3, 4])),
         *({"num_classes": value} for value in (-1, "4")),
         {"features": 3},

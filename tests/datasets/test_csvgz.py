@@ -27,19 +27,6 @@ def test_float32_is_read_back_bit_for_bit(
     assert (found.view(np.uint32) == table.view(np.uint32)).all()
 
 
-def test_integers_are_read_back(path: Path) -> None:
-    ids = np.array([[0, 2**31], [2**53 + 1, 2**63 - 1]])
-    csvgz.write(path, [ids])
-    assert np.concatenate(list(csvgz.read_integers(path, 2))).tolist() == ids.tolist()
-    csvgz.write(path, [ids[:, :1]])
-    assert csvgz.read_column(path).tolist() == ids[:, 0].tolist()
-
-
-def test_integers_written_as_floating_point_are_read_as_ids(path: Path) -> None:
-    path.write_bytes(gzip.compress(b"0.0\n7.0\n1e3\n"))
-    assert csvgz.read_column(path).tolist() == [0, 7, 1000]
-
-
 def test_a_file_of_several_gzip_members_is_read(path: Path) -> None:
     path.write_bytes(gzip.compress(b"1,2\n3,4\n") * 3)
     assert csvgz.read_table(path).tolist() == [[1, 2], [3, 4]] * 3

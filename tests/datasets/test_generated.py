@@ -1,31 +1,9 @@
 import threading
-import time
 
 import numpy as np
 import pytest
 
 from gcnzc.datasets.generated import map_in_order, random_split
-
-
-@pytest.mark.parametrize("threads", [1, 2, 8])
-@pytest.mark.parametrize("count", [0, 1, 2, 50])
-def test_results_are_in_order(threads, count):
-    def slow_at_first(index):
-        time.sleep(0.001 * (count - index) / 10)
-        return index
-
-    assert list(map_in_order(slow_at_first, count, threads)) == list(range(count))
-
-
-def test_at_most_one_result_per_thread_is_computed_in_advance():
-    made = []
-    chunks = map_in_order(lambda index: made.append(index), 1000, 2)
-    next(chunks)
-    time.sleep(0.05)
-    assert len(made) <= 4
-    chunks.close()
-    time.sleep(0.05)
-    assert len(made) <= 6
 
 
 def test_errors_of_threads_are_raised_and_the_threads_end():

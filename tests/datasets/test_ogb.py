@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from tiny_graph import Tiny, tiny
 
 from gcnzc.datasets import ogb
-from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.ogb import OgbGraph, meta_dict
 from gcnzc.datasets.rows import Rows, allocate_in_memory, convert_chunks, no_progress, stored_dtype
 
@@ -460,18 +459,6 @@ def test_ogb_reads_what_we_write(theirs: Path, name: str) -> None:
     assert ("node_feat" in read) == (graph.features is not None)
     if graph.features is not None:
         assert (read["node_feat"] == graph.features).all()
-
-
-def test_a_source_is_written_as_it_is_read(tmp_path: Path, shared_data: Path) -> None:
-    tolokers = NpzGraph(shared_data / "tolokers/tolokers.npz")
-    ogb.write_source(tmp_path / "tolokers", tolokers)
-    (tmp_path / "tolokers/task.json").unlink()
-    theirs, ours = OgbGraph(shared_data / "ogb/tolokers"), OgbGraph(tmp_path / "tolokers")
-    assert (edges_of(ours) == edges_of(theirs)).all()
-    assert (features_of(ours) == features_of(theirs)).all()
-    assert (ours.labels() == theirs.labels()).all()
-    assert (ours.split()["test"] == theirs.split()["test"]).all()
-    assert ours.metric == theirs.metric
 
 
 def test_features_are_rounded_as_by_ogb(shared_data: Path) -> None:

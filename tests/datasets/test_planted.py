@@ -3,8 +3,7 @@ import pytest
 import scipy.sparse
 
 from gcnzc.datasets import planted as module
-from gcnzc.datasets.generated import Chunks
-from gcnzc.datasets.planted import BlockModel, log_posterior, planted
+from gcnzc.datasets.planted import log_posterior, planted
 from gcnzc.datasets.rows import allocate_in_memory
 
 
@@ -128,22 +127,6 @@ def test_the_oracle_computes_the_posterior_of_the_model(seed):
     for node in range(12):
         expected = brute_force(blocks, edges, features, node)
         np.testing.assert_allclose(found[node] - found[node, 0], expected - expected[0], rtol=1e-4)
-
-
-def test_the_oracle_is_finite_at_homophily_1():
-    blocks = BlockModel(
-        np.array([0.5, 0.5]),
-        np.zeros((2, 1), np.float32),
-        np.ones(1),
-        1.0,
-        np.array([0, 0, 1, 1]),
-        np.zeros(4, np.int64),
-        np.array([[2], [2]]),
-    )
-    edges = Chunks(lambda chunk, begin, end: np.array([[0, 2], [1, 3]]), 2, 2, 1)
-    scores = log_posterior(blocks, np.arange(4), edges, iter([np.zeros((4, 1), np.float32)]))
-    assert scores.argmax(axis=1).tolist() == [0, 0, 1, 1]
-    assert np.isfinite(scores).all()
 
 
 def test_no_classifier_exceeds_the_best_accuracy(graph, edges, community):

@@ -60,39 +60,6 @@ def write(dest: Path, table: np.ndarray | None = TABLE, pitch_bytes: int = 16) -
     return dest
 
 
-CODES = np.arange(-7, 8, dtype=np.int8).reshape(5, 3)
-SCALES = np.array([1, 0.5, 3, 0.25, 2], np.float32)
-
-
-def write_codes(dest: Path, **told: Any) -> Path:
-    about = {"kind": "codes", "columns": 3, "dtype": "int8", "finite": True, "pitch_bytes": 16}
-    about |= {"scales": "row", "scale_columns": None}
-    with store.atomic_folder(dest) as folder:
-        writer = store.Writer(folder)
-        write_graph(writer)
-        rows = rows_from_array(CODES, "codes")
-        writer.save_rows("features.npy", rows, rows.dtype, 16, rows.chunks(allocate_in_memory))
-        writer.save("features_scales.npy", SCALES)
-        writer.finish(ABOUT | {"features": about | told})
-    return dest
-
-
-def test_quantized_features_are_opened_with_their_scales(tmp_path: Path) -> None:
-    found = store.open_folder(write_codes(tmp_path / "a"))
-    assert found.features is None
-    assert found.codes.array.ctypes.data % 4096 == 0
-    assert found.codes.array.strides == (16, 1)
-    assert (found.codes.array == CODES).all()
-    assert (found.codes.scales == SCALES).all()
-    (rows,) = found.rows.chunks(allocate_in_memory)
-    assert (rows == CODES * SCALES[:, None]).all()
-    store.verify(tmp_path / "a")
-    path = tmp_path / "a" / "features_scales.npy"
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(ValueError, match=r"features_scales.npy has the checksum"):
-        store.verify(tmp_path / "a")
-
-
 def write_meta(folder: Path, meta: dict[str, Any], **changes: Any) -> None:
     """As if it had been written so; the checksum is right."""
     whole = meta | changes

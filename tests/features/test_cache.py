@@ -19,7 +19,6 @@ from gcnzc.graph.graph import Graph
 from gcnzc.kernels.gather.cached_rows import make_cached_rows
 from gcnzc.loader import presampling
 from gcnzc.loader.loader import Loader
-from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train import record
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
@@ -128,25 +127,6 @@ def test_presampling_depends_only_on_the_seed(small):
     assert one.batches == 10
 
 
-def test_presampled_minibatches_differ_from_the_runs_and_from_each_other(small, monkeypatch):
-    graph, seeds = small
-    drawn, sample = [], Sampler.sample
-
-    def watched(self, seeds, epoch):
-        drawn.append((self.seed, epoch, tuple(seeds.tolist())))
-        return sample(self, seeds, epoch)
-
-    monkeypatch.setattr(Sampler, "sample", watched)
-    # more than an order of the seeds in each half: 63 minibatches
-    presampling.presample(graph, seeds, [5, 5], 64, seed=3, batches=140)
-    assert {len(each) for _, _, each in drawn} == {64, 4000 % 64}
-    keys, epochs, batches = zip(*drawn, strict=True)
-    assert set(keys).isdisjoint({3})
-    assert len(set(epochs)) == len(set(batches)) == 140
-    runs = {tuple(b.seeds.tolist()) for b in Loader(graph, None, seeds, [5], 64, seed=3)}
-    assert runs.isdisjoint(batches)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -192,14 +172,6 @@ def test_a_cached_table_gathers_the_same_rows(share, dtype, small):
     assert mine.counters().hit_rate == 0.0
 
 
-def test_an_id_out_of_range_is_not_counted(small):
-    graph, _ = small
-    mine = gcnzc.cached(table_for(graph), 0.5, graph.in_degrees(), device="cpu")
-    with pytest.raises(IndexError, match=f"id {graph.num_nodes} is not in a table"):
-        mine.gather(torch.tensor([0, graph.num_nodes]))
-    assert mine.counters().rows == 0
-
-
 def test_the_rows_with_the_highest_scores_are_cached():
     scores = torch.tensor([1.0, 5.0, 3.0, 5.0, 3.0, 0.0, 3.0])
     table = FeatureTable(torch.zeros(7, 2))
@@ -227,25 +199,6 @@ def test_cache_sizes_may_be_bytes(device):
     assert gcnzc.cached(table, 10**9, scores, device="cpu").num_cached == 1000
 
 
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        (0.0, "a fraction 0.0 of the rows"),
-        (1.5, "a fraction 1.5 of the rows"),
-        (-0.1, "a fraction -0.1"),
-        (float("nan"), "a fraction nan"),
-        (0, "0 bytes are too few for one cached row"),
-        (4000, "4000 bytes are too few for one cached row: it takes 4512 bytes"),
-    ],
-)
-def test_invalid_cache_sizes_are_rejected(size, message):
-    memory = torch.zeros(1000 * 128 + 32)
-    begin = -memory.data_ptr() % 128 // 4
-    table = FeatureTable(memory[begin : begin + 1000 * 128].view(1000, 128))
-    with pytest.raises(ValueError, match=message):
-        gcnzc.cached(table, size, torch.rand(1000), device="cpu")
-
-
 def test_a_ranking_of_another_graph_is_rejected():
     with pytest.raises(ValueError, match=r"a ranking of shape \(9,\) for a table of 10 rows"):
         gcnzc.cached(FeatureTable(torch.zeros(10, 2)), 0.5, torch.rand(9), device="cpu")
@@ -261,39 +214,6 @@ def test_a_table_that_a_gpu_cannot_read_is_rejected():
         gcnzc.cached(sparse, 0.5, torch.rand(10), device="cuda:0")
     with pytest.raises(ValueError, match="all rows of this table are on meta"):
         gcnzc.cached(FeatureTable(torch.zeros(10, 2, device="meta")), 0.5, torch.rand(10))
-
-
-@pytest.mark.parametrize("threads", [1, 4])
-def test_a_loader_with_a_cache_counts_hits(threads, small):
-    graph, seeds = small
-    table = table_for(graph)
-    counted = gcnzc.presample(graph, seeds, [5, 5], 128, seed=2)
-    with pinned(table) as locked:
-        mine = gcnzc.cached(locked, 0.05, counted, device="cpu")
-        options = {"fanouts": [5, 5], "batch_size": 128, "seed": 2, "threads": threads}
-        rows = hits = 0
-        both = zip(
-            Loader(graph, table, seeds, **options),
-            Loader(graph, mine, seeds, **options),
-            strict=True,
-        )
-        for plain, batch in both:
-            assert torch.equal(plain.nodes, batch.nodes)
-            assert torch.equal(plain.x, batch.x)
-            rows, hits = (
-                rows + len(batch.nodes),
-                hits + int(torch.isin(batch.nodes, mine.cached_ids).sum()),
-            )
-    counters = mine.counters()
-    assert (counters.rows, counters.hits) == (rows, hits)
-    assert abs(counters.hit_rate - mine.predicted_hit_rate) < 0.03
-    # what the counts of minibatches say is what the table saw
-    fresh = count_accesses(
-        Loader(graph, None, seeds, **options), len(Loader(graph, None, seeds, **options))
-    )
-    assert access_counts.compute_hit_rates(
-        access_counts.rank_by_score(counted.scores), fresh, [mine.num_cached]
-    ) == [counters.hit_rate]
 
 
 def test_gathers_on_a_gpu_read_the_copies(device):

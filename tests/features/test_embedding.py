@@ -1,8 +1,5 @@
 """Trainable embeddings: gathers with gradients, files, and bad input."""
 
-import gc
-import weakref
-
 import numpy as np
 import pytest
 import torch
@@ -76,41 +73,6 @@ def test_the_order_of_backward_passes_does_not_change_the_sum():
         return float(own.take_gradients()[1][0, 0])
 
     assert total([0, 1, 2]) == total([2, 1, 0]) == total([1, 0, 2]) == (1e16 + 1.0) - 1e16
-
-
-def test_changes_of_the_ids_after_a_gather_do_not_matter():
-    own, ids = table(), torch.tensor([3, 4])
-    rows = own.gather(ids)
-    ids.fill_(9)
-    rows.sum().backward()
-    assert own.take_gradients()[0].tolist() == [3, 4]
-
-
-def test_rows_without_a_backward_pass_are_not_kept():
-    own = table()
-    rows = own.gather([1, 2])
-    reference = weakref.ref(rows)
-    assert rows.requires_grad
-    del rows
-    gc.collect()
-    assert reference() is None
-    with torch.no_grad():
-        assert not own.gather([1]).requires_grad
-    with torch.inference_mode():
-        assert torch.equal(own.gather([1]), own.rows[1:2])
-    own.gather([1]).sum().backward()
-    own.clear_gradients()
-    assert len(own.take_gradients()[0]) == 0
-
-
-def test_a_table_may_end_before_its_gathered_rows():
-    own = table()
-    rows, reference = own.gather([1, 2]), weakref.ref(own)
-    del own
-    gc.collect()
-    assert reference() is None
-    rows.square().sum().backward()
-    assert torch.equal(rows.grad, 2 * rows.detach())
 
 
 def test_empty_ids_and_empty_tables():
@@ -204,23 +166,6 @@ def test_saved_tables_are_loaded_bit_for_bit(tmp_path):
 def test_wrong_options_are_rejected(options, error, message):
     with pytest.raises(error, match=message):
         table(**options)
-
-
-@pytest.mark.parametrize(
-    ("ids", "error", "message"),
-    [
-        ([20], IndexError, "id 20 is not in a table of 20 rows"),
-        ([3, -1], IndexError, "id -1 is not in a table of 20 rows"),
-        (torch.tensor([1.0]), ValueError, "a vector of int32 or int64 is needed"),
-        (torch.tensor([[1]]), ValueError, "a vector of int32 or int64 is needed"),
-        (torch.ones(20, dtype=torch.bool), ValueError, "a vector of int32 or int64 is needed"),
-        ("3", TypeError, "not a tensor, an array or a list"),
-        (None, TypeError, "not a tensor, an array or a list"),
-    ],
-)
-def test_wrong_ids_are_rejected(ids, error, message):
-    with pytest.raises(error, match=message):
-        table().gather(ids)
 
 
 def test_wrong_files_are_rejected(tmp_path):

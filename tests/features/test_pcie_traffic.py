@@ -146,25 +146,6 @@ def test_examples_by_hand(layout, row_bytes, item_bytes, base, requests, wire_by
     assert told.efficiency == Fraction(row_bytes, wire_bytes)
 
 
-@pytest.mark.parametrize(
-    ("base", "row_bytes", "packets"),
-    [(0, 64, 1), (32, 64, 2), (0, 96, 2), (32, 96, 2), (0, 128, 2)],
-)
-def test_completions_split_at_64_bytes(base, row_bytes, packets):
-    options = {"layout": "vector", "stride_bytes": 128, "base": base}
-    whole = traffic(row_bytes, **options)
-    cut = traffic(row_bytes, **options, split_bytes=64)
-    assert cut.requests == whole.requests
-    assert whole.wire_bytes == row_bytes + 20
-    assert cut.wire_bytes == row_bytes + 20 * packets
-
-
-def test_no_completion_is_longer_than_a_line():
-    whole = traffic(512, layout="vector")
-    assert whole.wire_bytes == 4 * 148
-    assert traffic(512, layout="vector", split_bytes=256) == whole
-
-
 def test_the_traffic_of_a_table_is_the_mean_of_its_rows():
     memory = torch.zeros(4000, dtype=torch.float16)
     rows = memory.as_strided((11, 50), (52, 1), 3)
@@ -178,14 +159,6 @@ def test_the_traffic_of_a_table_is_the_mean_of_its_rows():
     wanted = simulated(lanes, [addresses[i] for i in ids], 64)
     assert table_traffic(rows, ids, layout="vector", split_bytes=64) == wanted
     assert wanted != simulated(lanes, addresses, 64)
-
-
-def test_a_single_row_may_have_any_stride():
-    memory = torch.zeros(400)
-    before = (64 - memory.data_ptr()) % 128 // 4
-    row = memory.as_strided((1, 128), (3, 1), before)
-    # one load of vectors of 16 B; a stride of 12 B would allow only 4 B, and make four
-    assert table_traffic(row, layout="vector").requests == {32: 0, 64: 2, 96: 0, 128: 3}
 
 
 def test_tables_without_bytes_to_read_are_rejected():
@@ -220,12 +193,6 @@ def test_ids_out_of_range_are_rejected(ids):
 def test_invalid_sizes_are_rejected(options, words):
     with pytest.raises(ValueError, match=words):
         traffic(**({"layout": "shifted"} | options))
-
-
-def test_pitched_rows_begin_on_lines_by_default():
-    told = traffic(400, layout="pitched")
-    assert told == traffic(400, layout="pitched", stride_bytes=512)
-    assert told.requests_per_row == 4
 
 
 def test_shifted_has_the_fewest_requests():

@@ -49,21 +49,6 @@ def check_gathers(rows, cached_ids, copies):
         assert torch.equal(found, gather_reference(before, ids))
 
 
-def test_rows_are_assigned_to_gpus_round_robin():
-    cached_ids = torch.tensor([9, 2, 7, 4, 1, 5, 0])
-    assert [part.tolist() for part in peer_memory.split_round_robin(cached_ids, 3)] == [
-        [9, 4, 0],
-        [2, 1],
-        [7, 5],
-    ]
-    assert [part.tolist() for part in peer_memory.split_round_robin(cached_ids[:2], 4)] == [
-        [9],
-        [2],
-        [],
-        [],
-    ]
-
-
 @pytest.mark.triton
 @pytest.mark.usefixtures("peer_access")
 @pytest.mark.parametrize("gpus", [2, 3, 8])

@@ -3,26 +3,18 @@
 import contextlib
 import os
 import platform
-import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from fake_driver import FakeDriver, FakeGpu
 
-import gcnzc
-from gcnzc.features import cache, registrations
 from gcnzc.features import pinning as module
-from gcnzc.features import table as tables
+from gcnzc.features import registrations
 from gcnzc.features.pinning import can_read_host, pinned
-from gcnzc.features.registrations import copy_into, copy_to
 from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.gather import gather_reference
-from gcnzc.kernels.gather.cached_rows import make_cached_rows
-from gcnzc.kernels.gather.gpu import KernelConfig
 from gcnzc.system import page_lock
 from gcnzc.system.cuda_driver import Driver
 from gcnzc.system.host_memory import PAGE_BYTES as PAGE
@@ -116,40 +108,6 @@ def test_quantized_rows_are_dequantized_by_gathers(dtype, per, device):
     assert torch.equal(half, expected.half())
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-def test_a_table_gathers_with_its_kernel_config(quantized, device, monkeypatch):
-    kernel_config, plain = KernelConfig(programs=3, warps=4), FeatureTable(torch.randn(40, 20))
-    if quantized:
-        plain = FeatureTable.quantized(plain.rows)
-    mine = replace(plain, kernel_config=kernel_config)
-    assert mine.to("meta").kernel_config == kernel_config
-    with pinned(mine) as table:
-        assert table.kernel_config == kernel_config
-    cached = gcnzc.cached(mine, 0.5, torch.rand(40), device="cpu")
-    assert cached.kernel_config == kernel_config
-    told, ids = [], torch.randint(40, (60,))
-    for place, name in ((tables, "gather"), (cache, "gather_cached")):
-        monkeypatch.setattr(place, name, listened(getattr(place, name), told))
-    assert torch.equal(mine.gather(ids), plain.gather(ids))
-    assert torch.equal(cached.gather(ids), plain.gather(ids))
-    assert told == [kernel_config, None, kernel_config, None]
-    if device.type == "cpu":
-        # as a GPU would
-        copied = replace(cached, copies=make_cached_rows(plain.rows, cached.cached_ids, device))
-        assert torch.equal(copied.gather(ids), plain.gather(ids))
-        assert told[-2:] == [kernel_config, None]
-
-
-def listened(gather, told):
-    """`gather`, which records the kernel configuration that it is called with."""
-
-    def gather_and_record(*given, config, **options):
-        told.append(config)
-        return gather(*given, config=config, **options)
-
-    return gather_and_record
-
-
 def test_scales_are_copied_to_a_device_once():
     table = FeatureTable.quantized(torch.randn(20, 12))
     meta = torch.device("meta")
@@ -222,14 +180,6 @@ def test_tensors_that_are_no_table_are_rejected(rows, words):
         FeatureTable(rows)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
-@pytest.mark.parametrize("make", [lambda rows: rows, sparse])
-def test_pinned_does_nothing_without_cuda(make):
-    rows = make(torch.eye(3))
-    with pinned(rows) as table:
-        assert table.rows is rows
-
-
 def test_pinned_locks_in_place_and_unlocks(cuda):
     driver = cuda(FakeDriver())
     rows = torch.zeros(1000, 80)
@@ -280,22 +230,6 @@ def test_a_locked_table_is_copied_to_a_gpu(cuda, whole_pages, segment_pages, dty
     assert torch.equal(FeatureTable(rows).to("cuda").rows, rows)
 
 
-def test_neighbours_of_a_locked_table_are_copied_by_torch_itself(cuda):
-    cuda(FakeDriver())
-    memory = torch.arange(40_000.0)
-    # as small tensors lie that share pages
-    before, rows, behind = memory.split([1200, 4 * 1300, len(memory) - 1200 - 4 * 1300])
-    with pinned(rows.view(-1, 4)):
-        for tensor in (before, behind, behind[:500]):
-            assert torch.equal(tensor.to("cuda"), tensor)
-        # what holds the table is not a neighbour
-        with pytest.raises(RuntimeError, match="invalid argument"):
-            memory.to("cuda")
-        assert torch.equal(copy_to(memory, "cuda"), memory)
-        there = torch.empty_like(memory, device="cuda")
-        assert torch.equal(copy_into(there, memory, non_blocking=True), memory)
-
-
 class Staged(torch.overrides.TorchFunctionMode):
     """Records how many bytes of rows that lie apart torch copies at a time."""
 
@@ -325,18 +259,6 @@ def test_pinned_unlocks_after_an_error(cuda):
     with pytest.raises(KeyError), pinned(torch.zeros(3, 2)):
         raise KeyError
     assert driver.named("lock") != []
-    assert driver.ranges == {}
-
-
-def test_pinned_twice_locks_once(cuda):
-    driver = cuda(FakeDriver())
-    rows = torch.zeros(1000, 80)
-    with pinned(rows) as table:
-        locks = len(driver.named("lock"))
-        with pinned(rows) as same, pinned(table) as again, pinned(rows[10:500]):
-            assert same.rows is again.rows is rows
-        assert driver.is_covered(*span_of(rows))
-        assert len(driver.named("lock")) == locks
     assert driver.ranges == {}
 
 
@@ -422,18 +344,6 @@ def test_a_read_only_map_is_copied_where_the_driver_cannot(
     assert torch.equal(table.rows, rows)
 
 
-def test_a_read_only_map_that_is_pinned_twice_is_copied_once(cuda, stored, caplog):
-    driver = cuda(FakeDriver(read_only_code=801))
-    rows = mapped(stored)
-    with pinned(rows) as table, pinned(rows) as same, pinned(rows[:9]) as part:
-        assert same.rows.data_ptr() == table.rows.data_ptr()
-        assert part.rows.data_ptr() != table.rows.data_ptr()
-        assert len(module._copies) == 2
-    assert len(module._copies) == 0
-    assert len(caplog.messages) == 2
-    assert driver.ranges == {}
-
-
 def test_too_little_memory_for_a_copy_is_reported(cuda, stored, monkeypatch, caplog):
     driver = cuda(FakeDriver(read_only_code=801))
     rows = mapped(stored)
@@ -515,27 +425,6 @@ def test_can_read_host_checks_the_gpu(cuda):
     assert can_read_host(torch.device("cuda", 3))
     asked = [call[1] for call in driver.named("can_map_host_memory")]
     assert asked == [0, 3]
-
-
-def test_a_process_has_one_ledger_of_page_locks(monkeypatch):
-    made = []
-
-    def make():
-        made.append(None)
-        time.sleep(0.05)
-        return FakeDriver()
-
-    monkeypatch.setattr(registrations, "Driver", make)
-    registrations._open_page_locks.cache_clear()
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            ledgers = {
-                id(ledger)
-                for ledger in pool.map(lambda _: registrations.process_page_locks(), range(4))
-            }
-        assert len(ledgers) == len(made) == 1
-    finally:
-        registrations._open_page_locks.cache_clear()
 
 
 def test_without_a_driver_there_is_no_ledger(monkeypatch):

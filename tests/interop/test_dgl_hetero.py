@@ -491,18 +491,6 @@ def test_tables_replace_data_by_type(graph):
         assert torch.equal(found["more"]["author"], inputs["author"].float().view(-1, 1))
 
 
-def test_data_may_change_between_epochs():
-    graph = make_graph()
-    loader = DataLoader(graph, SEEDS, NODE_SAMPLER, batch_size=20)
-    for scale in (1, 2):
-        graph.nodes["paper"].data["feat"] = graph.nodes["paper"].data["feat"] * scale
-        for _, _, blocks in loader:
-            check_data(graph, blocks[0])
-    del graph.nodes["author"].data["feat"]
-    with pytest.raises(ValueError, match="'feat', but the graph's node type 'author' data has"):
-        iter(loader)
-
-
 @pytest.mark.parametrize("sampler_library", ["gcnzc", "dgl"])
 @pytest.mark.parametrize("is_typed", [True, False])
 def test_an_epoch_in_progress_keeps_the_data_it_began_with(is_typed, sampler_library):

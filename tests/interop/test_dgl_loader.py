@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from gcnzc.interop.dgl import DataLoader, import_dgl
-from gcnzc.interop.dgl import loader as dgl_loader
 from gcnzc.interop.dgl.importing import check_cuda
 
 if importlib.util.find_spec("dgl") is None:
@@ -214,18 +213,6 @@ def test_prefetched_names_may_be_a_dictionary_by_type(graph):
     sampler = loading.NeighborSampler([3], prefetch_node_feats={"_N": ["cube", "feat"]})
     for _, _, blocks in DataLoader(graph, torch.arange(50), sampler, batch_size=20):
         check_data(graph, blocks[0])
-
-
-def test_ranks_share_the_items(graph, monkeypatch):
-    sampler = loading.NeighborSampler([3])
-    taken = []
-    for rank in range(2):
-        monkeypatch.setattr(dgl_loader, "rank_and_world_size", lambda rank=rank: (rank, 2))
-        kwargs = {"batch_size": 8, "shuffle": True, "use_ddp": True, "ddp_seed": 4}
-        loader = DataLoader(graph, torch.arange(100), sampler, **kwargs)
-        assert (loader.options.seed, len(loader)) == (4, 7)
-        taken.append(torch.cat([outputs for _, outputs, _ in loader]))
-    assert torch.equal(torch.cat(taken).sort().values, torch.arange(100))
 
 
 def test_use_ddp_requires_a_process_group(graph):

@@ -8,7 +8,7 @@ import torch
 if importlib.util.find_spec("torch_geometric") is None:
     pytest.skip("PyG is not installed", allow_module_level=True)
 
-from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader, importing
+from gcnzc.interop.pyg import NeighborLoader, importing
 
 pyg = importing.import_pyg()
 from pyg_recorded import Recorded  # noqa: E402
@@ -135,30 +135,3 @@ def test_minibatches_on_a_gpu_equal_those_on_the_host(data):
             assert mine.edge_index.is_cuda
             assert mine.batch.is_cuda
             assert same(mine.cpu(), wanted)
-
-
-@pytest.mark.parametrize("Loader", [NeighborLoader, LinkNeighborLoader])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"subgraph_type": "forward"}, "subgraph_type is 'forward'"),
-        ({"temporal_strategy": "first"}, "temporal_strategy is 'first'"),
-        ({"replace": 3}, "replace"),
-        ({"disjoint": "yes"}, "disjoint"),
-        ({"directed": 2}, "directed"),
-        ({"time_attr": "day"}, "time_attr is 'day', which is not an attribute of nodes or edges"),
-        ({"time_attr": "name"}, "time_attr is 'name', which is not an attribute"),
-        ({"time_attr": 5}, "time_attr is 5"),
-        ({"time_attr": "x"}, "data.x"),
-        ({"time_attr": "weight"}, "times are integers"),
-        ({"weight_attr": "day"}, "weight_attr is 'day'"),
-        ({"weight_attr": "born"}, r"data.born has shape \(60,\)"),
-        ({"weight_attr": "negative"}, r"data.negative\[0\] is -1"),
-        ({"num_neighbors": {TYPE: [2]}, "disjoint": True}, "num_neighbors by edge type"),
-        ({"num_neighbors": [-2], "disjoint": True}, "num_neighbors"),
-    ],
-)
-def test_invalid_arguments_are_rejected_by_name(data, Loader, change, message):
-    data.negative = -torch.ones(EDGES)
-    with pytest.raises((TypeError, ValueError), match=message):
-        Loader(**({"data": data, "num_neighbors": [2]} | change))

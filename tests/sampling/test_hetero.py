@@ -1,8 +1,6 @@
 """Sampling in heterogeneous graphs: equal to the reference, uniform, and without later edges."""
 
 import itertools
-import pickle
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -261,29 +259,6 @@ def test_seed_times_default_to_the_times_of_the_seeds():
     times = graph.nodes(name).time
     assert_equal(sampler.sample((name, ids), 1), sampler.sample((name, ids), 1, times))
     assert_equal(sampler.sample((name, ids), 1), sampler.sample({name: ids}, 1, {name: times}))
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 8])
-def test_minibatches_do_not_depend_on_threads(num_threads):
-    graph = random_graph(7, times="both", edges=200, num_nodes=40)
-    options = {"temporal": "uniform", "seed": 3}
-    expected = HeteroSampler(graph, [4, 4], **options)
-    sampler = pickle.loads(pickle.dumps(expected))
-    name = graph.node_types[0]
-    inputs = [(name, torch.arange(i % graph.num_nodes(name) + 1)) for i in range(40)]
-    found = {}
-
-    def work(first):
-        for i in range(first, len(inputs), num_threads):
-            found[i] = sampler.sample(inputs[i], i)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, seeds in enumerate(inputs):
-        assert_equal(found[i], expected.sample(seeds, i))
 
 
 def test_bidirectional_subgraphs_equal_those_of_pyg():

@@ -5,9 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
-from gcnzc.loader.loader import Loader
 from gcnzc.sampling.link import LinkSampler
 from gcnzc.sampling.neighbor import Sampler
 
@@ -162,44 +160,6 @@ def test_batches_do_not_depend_on_threads_or_order(threads, graph, edges):
         assert_equal(mine, theirs)
 
 
-def test_a_loader_iterates_over_edge_indices(graph, edges):
-    table = FeatureTable(torch.randn(300, 4))
-    sampler = LinkSampler(graph, edges, [3, 3], num_negatives=2)
-    items = torch.arange(sampler.num_items)
-    assert len(items) > graph.num_nodes
-
-    def loader():
-        return Loader(graph, table, items, [3, 3], 256, sampler=sampler, labels=None, seed=4)
-
-    batches = list(loader())
-    assert sum(int(batch.y.sum()) for batch in batches) == len(items)
-    found = torch.cat([ids(batch)[:, batch.y == 1] for batch in batches], dim=1)
-    assert sorted(map(tuple, found.T.tolist())) == sorted(map(tuple, edges.T.tolist()))
-    for batch in batches:
-        assert torch.equal(batch.x, table.rows[batch.nodes])
-        assert len(batch.y) == batch.pairs.shape[1]
-    # two workers take the same edges with the same negatives
-    shared = [
-        list(
-            Loader(
-                *(graph, table, items, [3, 3], 128),
-                **{"sampler": sampler, "seed": 4, "rank": rank, "world_size": 2},
-            )
-        )
-        for rank in range(2)
-    ]
-    for whole, *halves in zip(batches, *shared, strict=True):
-        drawn = torch.cat([ids(half)[:, half.y == 0] for half in halves], dim=1)
-        assert torch.equal(drawn, ids(whole)[:, whole.y == 0])
-    # and a loader goes on where another stopped
-    first, second = loader(), loader()
-    iterator = iter(first)
-    next(iterator)
-    second.load_state_dict(first.state_dict())
-    for mine, theirs in zip(second, batches[1:], strict=True):
-        assert_equal(mine, theirs)
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -230,9 +190,3 @@ def test_invalid_options_are_rejected(more, message, graph, edges):
 def test_edges_that_are_not_in_the_graph_are_rejected(wrong, message, graph):
     with pytest.raises(ValueError, match=message):
         LinkSampler(graph, wrong, [2])
-
-
-@pytest.mark.parametrize("items", [torch.tensor([-1]), torch.tensor([10**6]), torch.zeros(2)])
-def test_edge_indices_out_of_range_are_rejected(items, graph, edges):
-    with pytest.raises(ValueError, match="seeds"):
-        LinkSampler(graph, edges, [2]).sample(items, 0)

@@ -32,15 +32,6 @@ def test_arrays_and_metadata_are_read_again(tmp_path, monkeypatch):
     assert [each.name for each in tmp_path.iterdir()] == ["state.npz"]
 
 
-def test_a_failed_write_leaves_the_previous_file(tmp_path, monkeypatch):
-    path = tmp_path / "state.npz"
-    write_arrays(path, ARRAYS, {"step": 3})
-    with pytest.raises(TypeError):
-        write_arrays(path, ARRAYS, {"step": object()})
-    assert read_meta(path) == {"step": 3}
-    assert [each.name for each in tmp_path.iterdir()] == ["state.npz"]
-
-
 def test_pieces_and_not_arrays_are_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(array_file, "PIECE_BYTES", 1 << 16)
     rows = np.random.default_rng(0).random((1 << 15, 64))

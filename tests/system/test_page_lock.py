@@ -1,8 +1,6 @@
 """Exactly the memory in use is locked, also after refusals, interrupts and forks."""
 
 import contextlib
-import gc
-import itertools
 import math
 import mmap
 import os
@@ -10,7 +8,6 @@ import random
 import sys
 import threading
 import warnings
-import weakref
 
 import numpy as np
 import pytest
@@ -61,39 +58,6 @@ def test_a_range_is_one_registration_up_to_the_largest_size(offset, num_bytes):
     assert driver.ranges == {}
 
 
-# of the neighbour, from the table's first byte and from its last
-@pytest.mark.parametrize("whole_pages", [False, True])
-@pytest.mark.parametrize("segment_pages", [1, 16])
-def test_copies_of_a_table_are_split_where_cuda_would_refuse_them(whole_pages, segment_pages):
-    driver = FakeDriver(whole_pages=whole_pages)
-    ledger = ledger_of(driver, segment_pages, 1)
-    driver.foreign[BASE + 3 * PAGE] = BASE + 5 * PAGE
-    first, second = (BASE + 100, 8 * PAGE), (BASE + 100 + 8 * PAGE, 3 * PAGE)
-    with ledger.locked(*first), ledger.locked(*second):
-        # each table, parts of it, and a tensor that holds them and what lies around
-        for begin, end in [(0, 8), (8, 11), (0, 11), (2.5, 2.75), (1.5, 10), (-2, 13)]:
-            address, num_bytes = BASE + 100 + int(begin * PAGE), int((end - begin) * PAGE)
-            parts = ledger.copy_ranges(address, num_bytes)
-            assert [parts[0][0], parts[-1][1]] == [address, address + num_bytes]
-            assert all(one[1] == other[0] for one, other in itertools.pairwise(parts))
-            for first_byte, last_byte in parts:
-                driver.check_copyable(first_byte, last_byte - first_byte)
-        with pytest.raises(RuntimeError, match="invalid argument"):
-            driver.check_copyable(BASE + 100, 11 * PAGE)
-    assert ledger.copy_ranges(BASE, 20 * PAGE) == [(BASE, BASE + 20 * PAGE)]
-
-
-def test_refused_registrations_are_retried_with_half_the_size():
-    driver = FakeDriver(largest=5 * PAGE)
-    with ledger_of(driver).locked(BASE, 33 * PAGE):
-        assert driver.is_covered(BASE, 33 * PAGE)
-        sizes = [(b - a) // PAGE for a, b in driver.ranges.items()]
-        assert sizes == [4] * 8 + [1]
-        tried = [call[2] // PAGE for call in driver.named("lock")]
-        assert tried == [16, 8, *sizes]
-    assert driver.ranges == {}
-
-
 @pytest.mark.parametrize("limit", [None, 9 * PAGE])
 def test_registrations_are_not_retried_below_the_smallest_size(monkeypatch, limit):
     # a limit that is large enough is none
@@ -118,32 +82,6 @@ def test_a_refusal_reports_a_limit_that_is_too_low(monkeypatch):
         pytest.fail("nothing is locked here")
 
 
-@pytest.mark.parametrize("nth", range(7))
-@pytest.mark.parametrize("code", [cuda.NOT_SUPPORTED, LOST])
-def test_after_a_failure_in_the_middle_nothing_is_locked(nth, code):
-    driver = FakeDriver(codes={nth: code})
-    ledger = ledger_of(driver, segment_pages=4)
-    with pytest.raises(LockRefused, match=str(code)) as refused, ledger.locked(BASE + 1, 26 * PAGE):
-        pytest.fail("nothing is locked here")
-    assert refused.value.is_unsuitable == (code == cuda.NOT_SUPPORTED)
-    assert ("nvidia-smi" in str(refused.value)) == (code == LOST)
-    assert notes(refused.value) == []
-    assert driver.ranges == {}
-    # what was let go of can be locked again
-    with ledger.locked(BASE + 1, 26 * PAGE):
-        assert driver.is_covered(BASE + 1, 26 * PAGE)
-    assert driver.ranges == {}
-
-
-@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_after_an_error_in_the_body_nothing_is_locked(error):
-    driver = FakeDriver()
-    with pytest.raises(error) as raised, ledger_of(driver).locked(BASE, 40 * PAGE):
-        raise error
-    assert notes(raised.value) == []
-    assert driver.ranges == {}
-
-
 @pytest.mark.parametrize("nth", range(3))
 def test_ctrl_c_as_the_driver_returns(nth):
     class Interrupted(FakeDriver):
@@ -165,47 +103,6 @@ def test_the_gpu_is_synchronized_before_pages_are_unlocked():
         pass
     kinds = [call[0] for call in driver.calls]
     assert kinds == ["lock"] * 3 + ["synchronize"] + ["unlock"] * 3
-
-
-def test_a_range_that_is_locked_twice_stays_locked_until_both_are_released():
-    driver = FakeDriver()
-    ledger = ledger_of(driver)
-    first, second = ledger.locked(BASE + 7, 40 * PAGE), ledger.locked(BASE + 7, 40 * PAGE)
-    first.__enter__()
-    calls = len(driver.calls)
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert len(driver.calls) == calls
-    assert driver.is_covered(BASE + 7, 40 * PAGE)
-    second.__exit__(None, None, None)
-    assert driver.ranges == {}
-
-
-@pytest.mark.parametrize("whole_pages", [False, True])
-def test_two_tables_can_share_a_page(whole_pages):
-    class Memory:
-        pass
-
-    driver = FakeDriver(whole_pages=whole_pages)
-    ledger = ledger_of(driver)
-    memory = Memory()
-    exists = weakref.ref(memory)
-    shared = BASE + 10 * PAGE
-    one = ledger.locked(BASE, 10 * PAGE + 96, owner=memory)
-    other = ledger.locked(shared + 96, 5 * PAGE)
-    one.__enter__()
-    other.__enter__()
-    del memory
-    one.__exit__(None, None, None)
-    del one
-    gc.collect()
-    # the driver that gave the page to the first keeps it, and then nothing else may get the memory
-    assert (exists() is not None) == whole_pages
-    assert min(driver.ranges) == (BASE if whole_pages else shared + 96)
-    assert driver.is_covered(shared + 96, 5 * PAGE)
-    other.__exit__(None, None, None)
-    assert driver.ranges == {}
-    assert exists() is None
 
 
 # in pages from BASE

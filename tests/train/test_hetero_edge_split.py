@@ -1,6 +1,5 @@
 """The split of edges whose type has both directions, and the reverse types of a run."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 import torch
 from typed_shop import BOUGHT, BUYS, build
 
-from gcnzc.cli import main
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import load_hetero
@@ -110,27 +108,6 @@ def test_given_reverse_types_are_held_out_and_excluded(folder, given):
     assert remaining
     assert not remaining & held_out
     assert HeteroLinkTask(config, data).sampler.reverse_types == [BOUGHT]
-
-
-@pytest.mark.filterwarnings("always:.*is not treated as a reverse type")
-def test_a_run_reports_and_stores_its_reverse_types(folder, tmp_path, capsys):
-    own = ["--task", "link", "--edge-type", "buys", "--model", "hetero-sage", "--fanouts", "5"]
-    own += ["--layers", "1", "--hidden", "8", "--epochs", "1", "--evaluate-negatives", "5"]
-
-    def messages(name, *options):
-        assert main(["train", str(folder), "--out", str(tmp_path / name), *own, *options]) == 0
-        return capsys.readouterr().err
-
-    found = messages("auto")
-    assert "random ones are held out; reverse edge types: none" in found
-    assert "('item', 'bought_by', 'user') is not treated as a reverse type" in found
-    given = messages("given", "--reverse-types", "bought_by")
-    assert "held out; reverse edge types: ('item', 'bought_by', 'user')" in given
-    assert "not treated" not in given
-    stored = json.loads((tmp_path / "given" / "config.json").read_text())
-    assert stored["reverse_types"] == "bought_by"
-    assert main(["evaluate", str(tmp_path / "given")]) == 0
-    assert "reverse edge types: ('item', 'bought_by', 'user')" in capsys.readouterr().err
 
 
 def test_a_temporal_run_is_told_that_untimed_edges_are_no_reverses(tmp_path):

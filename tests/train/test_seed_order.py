@@ -1,6 +1,5 @@
 """Runs train on each seed once an epoch, whichever worker takes it."""
 
-import importlib.util
 import json
 from dataclasses import replace
 
@@ -11,14 +10,11 @@ from training import Listener, saved, train_as_worker
 
 from gcnzc import load, prepare
 from gcnzc.datasets.generate import Shape, make
-from gcnzc.exchange import Group, init_group
+from gcnzc.exchange import init_group
 from gcnzc.graph import EdgeShares
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import seeds_checksum
 from gcnzc.train.run import train
-from gcnzc.train.seed_parts import find_parts
-from gcnzc.train.setup import build_loader
-from gcnzc.train.tasks import build_task
 
 
 @pytest.fixture(scope="module")
@@ -71,22 +67,3 @@ def test_a_run_of_local_seeds_resumes_with_another_number_of_workers(config, tmp
     # each seed once, by the workers before and after
     checksums = [line["seeds_checksum"] for line in record(tmp_path / "run")]
     assert checksums == expected_checksums(config)
-
-
-@pytest.mark.parametrize("sampler", ["gcnzc", "dgl"])
-def test_a_worker_trains_on_the_nodes_of_its_part(sampler, config):
-    if sampler == "dgl" and not importlib.util.find_spec("dgl"):
-        pytest.skip("DGL is not installed")
-    config = replace(config, seed_order="local", sampler=sampler)
-    data = load(config.data)
-    task = build_task(config, data)
-    parts, cut = find_parts(config, data, task, 3, Group())
-    assert 0 < cut < 0.66
-    for rank in range(3):
-        group = Group()
-        group.rank, group.world_size = rank, 3
-        loader = build_loader(
-            config, data, task, data.table, torch.device("cpu"), group, parts=parts
-        )
-        taken = torch.cat([batch.seeds for batch in loader])
-        assert (parts[taken] == rank).float().mean() > 0.99

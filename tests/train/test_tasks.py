@@ -1,7 +1,6 @@
 """Link prediction: runs resume, no held-out edge leaks, and random edges are not predicted."""
 
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from training import Stopped, Stopping, assert_same_run, lines, saved
 
 from bench.ogb_folders import write_nodes
 from gcnzc import load, prepare
-from gcnzc.cli import main
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.edge_split import EdgeShares
@@ -144,32 +142,6 @@ def test_random_edges_cannot_be_predicted(chance, config, tmp_path):
     assert abs(line["test_auc"] - 0.5) < 3 * deviation
     # nor those it was trained with, as long as their own edges are kept out
     assert lines(tmp_path / "run")[-1]["loss"] > 0.6
-
-
-@pytest.mark.usefixtures("draws_curves")
-def test_link_prediction_runs_from_the_command_line(tmp_path, capsys):
-    make(tmp_path / "raw", "planted", Shape(600, 3000, 8, 3), seed=1)
-    split = ["--task", "link", "--valid-edges", "0.1", "--test-edges", "0.2", "--seed", "5"]
-    assert main(["prepare", str(tmp_path / "raw"), str(tmp_path / "g"), *split]) == 0
-    told = json.loads(capsys.readouterr().out)["links"]
-    assert told["name"] == "valid 0.1, test 0.2, seed 5"
-    assert told["valid_in_graph"] == told["test_in_graph"] == 0
-    sizes = ["--layers", "2", "--fanouts", "4,4", "--hidden", "8", "--epochs", "1"]
-    run = ["--out", str(tmp_path / "run")]
-    assert main(["train", str(tmp_path / "g"), "--task", "link", *sizes, *run]) == 0
-    out, err = capsys.readouterr()
-    line = json.loads(out)
-    assert {"test_auc", "valid_auc"} <= set(line)
-    assert f"test auc {line['test_auc']:.4f}" in err
-    assert (tmp_path / "run/curves.png").stat().st_size > 1000
-    assert main(["evaluate", str(tmp_path / "run")]) == 0
-    assert "test_auc" in json.loads(capsys.readouterr().out)
-    wrong = ["prepare", str(tmp_path / "raw"), str(tmp_path / "h"), "--task", "link"]
-    assert main([*wrong, "--valid-edges", "0.95"]) == 2
-    assert "error: shares of 0.95 and 0.1 of the edges" in capsys.readouterr().err
-    assert not (tmp_path / "h").exists()
-    # the labels are still there
-    assert main(["train", str(tmp_path / "g"), *sizes, "--out", str(tmp_path / "nodes")]) == 0
 
 
 def test_a_graph_without_an_edge_split_is_rejected(config, graph, tmp_path):

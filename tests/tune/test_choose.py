@@ -12,7 +12,6 @@ import pytest
 import torch
 from slow_cases import seeds
 from tiny_graph import tiny
-from virtual_time import VirtualTime
 
 from gcnzc import load, prepare
 from gcnzc.cli.commands.check import format_profile
@@ -172,18 +171,6 @@ def test_the_chosen_settings_are_nearly_the_fastest(name, seed):
         assert chosen == loading
 
 
-def test_both_engines_are_used_if_that_is_faster():
-    gains = {}
-    for name in ("copies faster than reads", "two engines add up", "bandwidth bound"):
-        device = Device(**DEVICES[name])
-        loading = LoaderSettings(1, 2, 0.0, KernelConfig(132, 8, 4))
-        chosen, _ = choose.choose_copied_share(device, loading, CPU, quiet)
-        gains[name] = device.true_batch_s(loading) / device.true_batch_s(chosen)
-    assert gains["copies faster than reads"] > 1.5
-    assert gains["two engines add up"] > 1.9
-    assert gains["bandwidth bound"] == 1
-
-
 def test_earlier_settings_are_fixed_for_later_ones():
     device = Device(**DEVICES["two engines add up"])
     found = choose.tune_on(device, case(), CPU, CacheMemory(None, "no"), quiet)
@@ -232,32 +219,6 @@ def test_noisy_measurements_keep_the_defaults():
         assert "stop other programs" in found.choices[name].why
         assert found.choices[name].figures["batch_s"]
         assert found.value(name) is None
-
-
-def test_settings_are_interleaved_and_the_first_round_is_a_warm_up(monkeypatch):
-    called, told = [], []
-    monkeypatch.setattr(search, "time", VirtualTime())
-
-    def seconds(setting):
-        called.append(setting)
-        return float(len(called))
-
-    taken = search.measure_in_rounds(["a", "b"], seconds, "it", lambda *what: told.append(what))
-    most = search.ROUNDS[1]
-    assert called == ["a", "b"] * (most + 1)
-    assert taken == {
-        "a": [3.0 + 2 * n for n in range(most)],
-        "b": [4.0 + 2 * n for n in range(most)],
-    }
-    assert told[-1] == ("it", 2 * (most + 1), 2 * (most + 1))
-
-
-@pytest.mark.parametrize(("seconds", "rounds"), [(0.5, 9), (1.5, 5), (20.0, 3)])
-def test_slow_settings_have_fewer_rounds(seconds, rounds, monkeypatch):
-    clock = VirtualTime()
-    monkeypatch.setattr(search, "time", clock)
-    taken = search.measure_in_rounds([1], lambda _: clock.sleep(seconds) or 1.0, "it", quiet)
-    assert len(taken[1]) == rounds
 
 
 def test_settings_are_measured_in_turns_and_the_warm_up_is_not_counted():
@@ -313,14 +274,6 @@ def test_memory_limits_the_number_of_cached_rows():
     assert "no row fits" in short.why
 
 
-def test_without_a_real_graph_the_cache_size_is_default():
-    mine = case()
-    nowhere = choose.choose_cache_size(mine, CacheMemory(None, "no GPU"), quiet)
-    assert (nowhere.value, nowhere.basis) == (0.2, "default")
-    made_up = choose.choose_cache_size(case(is_real=False), CacheMemory(10**9, "x"), quiet)
-    assert (made_up.value, made_up.basis, made_up.figures) == (0.2, "default", {})
-
-
 @pytest.fixture
 def loaders(monkeypatch):
     """The settings of all loaders that are made."""
@@ -337,27 +290,6 @@ def loaders(monkeypatch):
     # these times are too short to mean anything
     monkeypatch.setattr(choose, "NOISY", float("inf"))
     return given
-
-
-def test_the_loader_is_timed_with_its_settings(loaders):
-    mine = case()
-    bench = machine.Machine(mine, CPU, None)
-    way = KernelConfig(programs=3)
-    assert bench.batch_s(LoaderSettings(2, 5, 0.0, way)) > 0
-    assert bench.batch_s(LoaderSettings(1, 2, 0.25, way)) > 0
-    assert [(one["threads"], one["ahead"]) for one in loaders] == [(2, 5), (1, 2)]
-    assert [one["shuffle"] for one in loaders] == [False, False]
-    assert [one["copied_share"] for one in loaders] == [0.0, 0.25]
-    # over the same minibatches, however often
-    assert bench._epochs is not None
-    bench._epochs = 3
-    bench.batch_s(LoaderSettings(1, 2, 0.0, way))
-    assert [one["made"].epoch for one in loaders] == [1, 1, 1]
-    # no more seeds than are timed, in whole batches
-    assert len(bench.seeds) == 400
-    few = machine.Machine(replace(mine, batch_size=10), CPU, None)
-    assert len(few.seeds) == 10 * machine.BATCHES
-    assert set(few.seeds.tolist()) <= set(mine.seeds.tolist())
 
 
 def test_a_profile_of_this_machine_is_measured(loaders):
@@ -454,14 +386,3 @@ def test_a_sparse_table_is_rejected_for_a_gpu(monkeypatch):
     sparse = SimpleNamespace(is_sparse=True)
     with pytest.raises(ValueError, match=r"(?s)some has sparse features.*hint: "):
         choose.tune(replace(mine, table=sparse), 0.5, quiet)
-
-
-@pytest.mark.parametrize("row_bytes", [512, 100, 4])
-def test_a_synthetic_workload_has_the_requested_rows(row_bytes, monkeypatch):
-    monkeypatch.setattr(machine, "DEFAULT_TABLE_BYTES", 1 << 20)
-    made = machine.default_case(row_bytes, (3, 3), 64)
-    assert made.table.row_bytes == row_bytes
-    assert made.table.num_rows == made.graph.num_nodes >= 1024
-    assert made.graph.num_edges == 10 * made.graph.num_nodes
-    assert not made.is_real
-    assert len(made.seeds.unique()) == len(made.seeds)

@@ -14,10 +14,8 @@ from bench.docs.table import read
 from bench.loading import pcie as bench_pcie
 from gcnzc.cli.commands.pcie import format_report
 from gcnzc.features import registrations
-from gcnzc.features.pcie_traffic import table_traffic, traffic
-from gcnzc.features.table import FeatureTable
-from gcnzc.graph import load, prepare
-from gcnzc.kernels.gather.quantize import SCALE_COLUMNS
+from gcnzc.features.pcie_traffic import traffic
+from gcnzc.graph import prepare
 from gcnzc.system import nvml
 from gcnzc.system.host_memory import PAGE_BYTES as PAGE
 from gcnzc.system.page_lock import PageLocks
@@ -87,20 +85,6 @@ def machine(monkeypatch):
     for name in ("read_dense", "gather_rows", "chase_pointers"):
         monkeypatch.setattr(pcie_bench, name, getattr(made, name))
     return made
-
-
-def test_rates_are_medians_of_interleaved_rounds():
-    clock = iter([9, 9, 4, 1, 2, 3, 100, 2])
-    called = []
-    ways = {name: (8, lambda name=name: called.append(name)) for name in "ab"}
-
-    def seconds(work):
-        work()
-        return next(clock)
-
-    # a: 4, 2, 100 after the first; b: 1, 3, 2
-    assert pcie_bench.measure_rates(ways, seconds, 3) == {"a": 2, "b": 4}
-    assert called == ["a", "b"] * 4
 
 
 def test_the_rates_of_the_bus_are_measured(machine):
@@ -203,13 +187,6 @@ def test_without_a_table_only_the_bus_is_measured(machine):
     assert found["table"] is None
     assert len(format_report(found)) == 1
     assert machine.places == []
-
-
-def test_a_report_without_values_of_nvml(machine):
-    machine.told = dict(UNTOLD)
-    found = pcie_bench.report(REDDIT, machine.gpu, num_bytes=1 << 17)
-    assert found["table"]["share_of_link"] is None
-    assert "PCIe" not in format_report(found)[0]
 
 
 @pytest.mark.triton
@@ -386,46 +363,6 @@ def test_the_pcie_slot_of_a_device_is_read(uuid, monkeypatch):
     assert found == {"pcie_generation": 5, "pcie_lanes": 8, "driver": "570.1"}
     monkeypatch.setitem(sys.modules, "pynvml", library(nvmlInit=True))
     assert set(nvml.slot(torch.device("cuda")).values()) == {None}
-
-
-def test_a_prepared_table_has_its_pitch(tmp_path):
-    raw = tiny(num_nodes=64, num_columns=25).write(tmp_path / "raw")
-    prepare.prepare(raw, tmp_path / "packed")
-    prepare.prepare(raw, tmp_path / "apart", pitch_bytes=136, feature_dtype="float16")
-    packed, apart = (pcie_bench.shape_of(tmp_path / name) for name in ("packed", "apart"))
-    assert (packed.num_rows, packed.num_columns, packed.dtype) == (64, 25, "float32")
-    assert (packed.row_bytes, packed.stride_bytes) == (100, 100)
-    assert (apart.row_bytes, apart.stride_bytes, apart.dtype) == (50, 136, "float16")
-    for shape, name in ((packed, "packed"), (apart, "apart")):
-        rows = load.load(tmp_path / name).features
-        assert rows is not None
-        assert shape.base == rows.data_ptr() % 128
-        # as many rows are whole periods of these strides
-        told = pcie_bench.predict_traffic(shape)
-        there = table_traffic(rows)
-        assert told["requests_per_row"] == float(there.requests_per_row)
-        assert told["wire_bytes_per_row"] == float(there.wire_bytes)
-
-
-def test_the_base_is_the_offset_of_the_first_row_in_its_line(tmp_path, monkeypatch):
-    prepare.prepare(tiny(num_columns=25).write(tmp_path / "raw"), tmp_path / "packed")
-    memory = torch.zeros(2000)
-    before = (96 - memory.data_ptr()) % 128 // 4
-    rows = memory[before : before + 1000].view(40, 25)
-    found = SimpleNamespace(table=FeatureTable(rows))
-    monkeypatch.setattr(load, "load", lambda path, **options: found)
-    assert pcie_bench.shape_of(tmp_path / "packed").base == 96
-
-
-def test_quantized_rows_have_one_byte_per_element(tmp_path):
-    raw = tiny(num_columns=30).write(tmp_path / "raw")
-    prepare.prepare(raw, tmp_path / "a", feature_dtype="float8_e5m2", pitch_bytes=0)
-    assert pcie_bench.shape_of(tmp_path / "a") == Shape(
-        "raw", 40, 30, "float8_e5m2", 30, has_scales=True
-    )
-    prepare.prepare(raw, tmp_path / "b", feature_dtype="int8", scales="columns", pitch_bytes=0)
-    found = pcie_bench.shape_of(tmp_path / "b")
-    assert (found.has_scales, found.scale_columns) == (True, SCALE_COLUMNS)
 
 
 def test_rows_of_a_raw_folder_are_contiguous(tmp_path):
