@@ -34,7 +34,7 @@ from gcnzc.features import cache as features_cache
 from gcnzc.features import table
 from gcnzc.kernels import buffers
 from gcnzc.loader import base, loader, transfer
-from gcnzc.sampling import hetero, neighbor
+from gcnzc.sampling import neighbor
 
 ROOT = Path(__file__).parents[1]
 # calls of this code are left out: all that shares memory with streams
@@ -350,15 +350,6 @@ def sampled_tensors(sampled):
     return [sampled.nodes, *(tensor for each in lists for tensor in each)]
 
 
-def typed_tensors(sampled):
-    lists = (sampled.nodes, sampled.rows, sampled.cols, sampled.edge_ids, sampled.subgraphs)
-    return [tensor for each in lists for tensor in each or ()]
-
-
-def merged_tensors(merged):
-    return [merged.indptr, merged.indices, merged.pairs]
-
-
 def gathered(out):
     return [out]
 
@@ -376,8 +367,6 @@ def replacements():
         (table, "gather_sparse", watching(table.gather_sparse, gathered)),
         (features_cache, "gather_cached", gather_cached),
         (neighbor, "sample", watching(neighbor.sample, sampled_tensors)),
-        (hetero, "sample_hetero", watching(hetero.sample_hetero, typed_tensors)),
-        (hetero, "merge_relations", watching(hetero.merge_relations, merged_tensors)),
     ]
 
 

@@ -1,7 +1,7 @@
 """Cases of a test that only `make test-all` runs.
 
 They verify with more values, or with more combinations of values, what the other cases of the same
-test verify. Some have the marker `slow`; of tests with several parameters, `--cover` leaves them out.
+test verify. Further values have the marker `slow`; `--cover` leaves out further combinations.
 """
 
 from collections.abc import Callable, Iterable, Sequence

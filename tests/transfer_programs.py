@@ -24,7 +24,6 @@ from gcnzc.kernels.gather.cached_rows import CachedRows
 from gcnzc.loader import loader as loader_module
 from gcnzc.loader import transfer as transfer_module
 from gcnzc.sampling.batch import Batch, Block
-from gcnzc.sampling.hetero import HeteroBatch
 
 NUM_NODES, NUM_COLUMNS = 64, 6
 KINDS = ("float32", "int8", "codes", "columns", "cached", "on the device", "sparse", None)
@@ -82,21 +81,9 @@ def table_on(device, kind):
 
 def tensors_of(batch):
     """Return every tensor of a batch."""
-    if isinstance(batch, HeteroBatch):
-        return tensors_of_typed(batch)
     found = [batch.nodes, batch.seeds, batch.x, batch.y, batch.pairs]
     for block in batch.blocks:
         found += [block.indptr, block.indices, block.nodes, block.edge_ids, block.degrees]
-    return [tensor for tensor in found if tensor is not None]
-
-
-def tensors_of_typed(batch):
-    """Return every tensor on the device of a typed batch."""
-    by_type = (batch.nodes, batch.seeds, batch.row, batch.col, batch.edge_ids, batch.subgraphs)
-    found = [tensor for each in (*by_type, batch.x) for tensor in (each or {}).values()]
-    found += [batch.seed_times, batch.y, batch.pairs]
-    for block in batch.blocks:
-        found += [block.indptr, block.indices, block.pairs]
     return [tensor for tensor in found if tensor is not None]
 
 
@@ -132,14 +119,13 @@ class Program:
 
     def use(self, batch, reader):
         """Queue work of a model with a batch."""
-        is_typed = isinstance(batch, HeteroBatch)
 
         def work():
             self.device.read(*tensors_of(batch))
             self.check(batch)
             if batch.x is not None and self.draw.random() < 0.3:
                 # activations in place
-                self.device.write(*(batch.x.values() if is_typed else [batch.x]))
+                self.device.write(batch.x)
 
         reader.do(work)
         if self.draw.random() < 0.2:
@@ -332,15 +318,15 @@ class LoaderProgram(Program):
 
 
 @contextmanager
-def replaced_threads(kinds=(TransferProgram, LoaderProgram)):
-    """Let programs of some kinds run: replace threads, locks and queues.
+def replaced_threads():
+    """Let programs run: replace threads, locks and queues.
 
     Garbage is collected where the programs say.
     """
     gc.disable()
     try:
         with replaced(*replacements()):
-            for kind in kinds:
+            for kind in (TransferProgram, LoaderProgram):
                 # what is loaded at the first use exists until the end, and need not be searched
                 run(kind, 0)
             gc.collect()

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from command_runs import SMALL, failed
 from tiny_graph import tiny
 
@@ -245,32 +244,6 @@ def test_user_warnings_are_messages():
 def test_a_resumed_run_keeps_its_model(run, capsys):
     error, _ = failed(capsys, ["train", "--resume", run, "--hidden", "32"], 1)
     assert "hidden 16, not 32" in error
-
-
-def test_flipped_bits_in_a_run_are_detected(run, tmp_path, capsys):
-    damaged = tmp_path / "damaged"
-    shutil.copytree(run, damaged)
-    weights = torch.load(run / "best.pt", weights_only=True)["model"]
-    first = next(iter(weights.values())).numpy().tobytes()
-    for name in ("best.pt", "checkpoint.pt"):
-        data = bytearray((damaged / name).read_bytes())
-        begin = data.index(first) if name == "best.pt" else len(data) // 2
-        for place in range(begin, begin + 100, 2):
-            data[place] ^= 0x10
-        (damaged / name).write_bytes(data)
-    error, hint = failed(capsys, ["evaluate", damaged], 1)
-    assert "best.pt is damaged" in error
-    # the checkpoint has the best weights, too
-    assert f"`gcnzc train --resume {damaged}` writes it again" in hint
-    content = (damaged / "checkpoint.pt").read_bytes()
-    shutil.copy(run / "checkpoint.pt", damaged)
-    assert main(["train", "--resume", str(damaged)]) == 0
-    capsys.readouterr()
-    assert (damaged / "best.pt").read_bytes() == (run / "best.pt").read_bytes()
-    (damaged / "checkpoint.pt").write_bytes(content)
-    error, hint = failed(capsys, ["train", "--resume", damaged, "--epochs", "3"], 1)
-    assert "checkpoint.pt is damaged" in error
-    assert "restore the file" in hint
 
 
 def test_files_of_another_program_in_a_run_are_rejected(run, tmp_path, capsys):

@@ -18,7 +18,6 @@ from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.load import info, load, verify
 from gcnzc.graph.prepare import prepare
 from gcnzc.graph.stored_features import SCALED_DTYPES, FeatureDtype, ScaleKind
-from gcnzc.sampling.link import LinkSampler
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
@@ -73,17 +72,6 @@ def test_all_input_formats_give_the_same_folder(tmp_path: Path, form: str) -> No
     assert opened.origin == read.origin
     verify(raw)
     verify(tmp_path / "prepared")
-
-
-def test_dtypes_are_as_documented(tmp_path: Path) -> None:
-    prepare(tiny().write(tmp_path / "raw"), tmp_path / "a")
-    found = load(tmp_path / "a")
-    assert (found.graph.indptr.dtype, found.graph.indices.dtype) == (torch.int64, torch.int32)
-    assert found.labels.dtype == torch.int64
-    assert {ids.dtype for ids in found.split.values()} == {torch.int64}
-    assert found.features.dtype == torch.float32
-    assert found.features.data_ptr() % 4096 == 0
-    assert found.folder == tmp_path / "a"
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
@@ -614,16 +602,6 @@ def test_labels_and_splits_out_of_range_are_rejected_on_opening(
     put(tmp_path / "a" / file, place, number)
     with pytest.raises(ValueError, match=words + "(.|\n)*\n\nhint: .*--verify"):
         load(tmp_path / "a")
-
-
-def test_edges_out_of_range_are_rejected_where_all_edges_are_read(tmp_path: Path) -> None:
-    prepare(tiny().write(tmp_path / "raw"), tmp_path / "a")
-    put(tmp_path / "a/indices.npy", 7, 2**31 - 1, np.int32)
-    with pytest.raises(ValueError, match=r"indices\[7\] is 2147483647(.|\n)*hint: .*--verify"):
-        load(tmp_path / "a", bidirected=True)
-    graph = load(tmp_path / "a").graph
-    with pytest.raises(ValueError, match="40 nodes"):
-        LinkSampler(graph, torch.tensor([[0], [1]]), [2])
 
 
 def test_an_existing_folder_is_kept(tmp_path: Path) -> None:

@@ -72,25 +72,6 @@ def memory_mapped(path, array):
     return np.load(path, mmap_mode="r")
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        lambda src, dst, path: (src, dst),
-        lambda src, dst, path: (src.astype(np.int32), dst),
-        lambda src, dst, path: (torch.from_numpy(src), torch.from_numpy(dst).int()),
-        lambda src, dst, path: torch.from_numpy(np.stack([src, dst])),
-        lambda src, dst, path: torch.from_numpy(np.stack([src, dst], axis=1)).T,
-        lambda src, dst, path: memory_mapped(path, np.stack([src, dst])),
-        lambda src, dst, path: memory_mapped(path, np.stack([src, dst], axis=1)).T,
-    ],
-    ids=["numpy", "mixed", "torch", "row of (2, E)", "column of (E, 2)", "mapped", "mapped, T"],
-)
-def test_edges_may_be_arrays_lists_or_tensors(given, tmp_path):
-    src, dst = given(SRC, DST, tmp_path / "edges.npy")
-    graph = Graph.from_edges(src, dst, NUM_NODES)
-    assert columns(graph) == columns(Graph.from_edges(SRC, DST, NUM_NODES))
-
-
 def test_sizes_types_and_views():
     graph = Graph.from_edges(SRC, DST, NUM_NODES)
     assert (graph.num_nodes, graph.num_edges) == (NUM_NODES, 4000)
@@ -160,22 +141,6 @@ def test_arrays_of_wrong_shapes_or_dtypes_are_rejected(indices, message):
 def test_check_false_skips_the_checks():
     graph = Graph(torch.tensor([0, 1]), torch.tensor([7], dtype=torch.int32), check=False)
     assert graph.indices.tolist() == [7]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"dst": np.zeros(3, np.int64)}, "src has 4000 elements, dst 3"),
-        ({"num_nodes": 299}, "but the graph has 299 nodes"),
-        ({"num_nodes": -1}, "num_nodes is -1"),
-        ({"self_loops": "drop"}, "self_loops is 'drop'"),
-        ({"duplicates": "add"}, "duplicates is 'add'"),
-        ({"src": np.zeros(4000)}, "src has .* type float64"),
-    ],
-)
-def test_invalid_edges_are_rejected(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Graph.from_edges(**{"src": SRC, "dst": DST, "num_nodes": NUM_NODES} | arguments)
 
 
 @pytest.mark.parametrize("idtype", [torch.int32, torch.int64])

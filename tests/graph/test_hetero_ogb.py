@@ -313,23 +313,6 @@ def test_prepare_and_info(tmp_path):
     assert len(HeteroGraph.load(tmp_path / "c").edge_types) == 4
 
 
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"self_loops": "add"}, "self_loops"),
-        ({"normalize_features": True}, "normalize_features"),
-        ({"features": "x.npy"}, "features"),
-    ],
-)
-def test_options_of_homogeneous_graphs_are_rejected(tmp_path, options, word):
-    from gcnzc.graph.prepare import prepare
-
-    build(drawn()).to_ogb(tmp_path / "raw")
-    with pytest.raises(ValueError, match=rf"{word} is .*heterogeneous.*\n\nhint: "):
-        prepare(tmp_path / "raw", tmp_path / "a", **options)
-    assert not (tmp_path / "a").exists()
-
-
 # damaged and missing files
 
 

@@ -1,7 +1,6 @@
 """The unit of times: dates of graphs and seeds, time zones, and folders that keep the unit."""
 
 import datetime
-import json
 
 import numpy as np
 import pandas as pd
@@ -11,11 +10,9 @@ import torch
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.graph.hetero.tables import Table
 from gcnzc.graph.hetero.times import describe_wrong_time, parse_times
-from gcnzc.loader import HeteroLoader
-from gcnzc.sampling import HeteroLinkSampler, HeteroSampler
+from gcnzc.sampling import HeteroSampler
 
 KNOWS = ("user", "knows", "user")
-DAY = 86400
 FACTORS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 DATES = ["2020-01-01", "2020-01-02", "2020-01-03"]
 
@@ -85,28 +82,6 @@ def test_time_zones_are_converted_to_utc(zone):
     assert graph.time_unit == "s"
     one = pd.Series(pd.to_datetime(["2020-01-02"])).dt.tz_localize("UTC").dt.tz_convert(zone)
     assert seen(graph_of(np.array(DATES, "M8[D]")), one) == [1, 2]
-
-
-def test_dates_are_rejected_if_the_unit_is_unknown(tmp_path):
-    graph = graph_of([1, 2, 3])
-    assert graph.time_unit is None
-    graph.save(tmp_path / "g")
-    # as folders of older versions
-    assert "time_unit" not in json.loads((tmp_path / "g" / "meta.json").read_text())
-    date = np.array(["2020-01-02"], "M8[D]")
-    message = " has dates, but the times of the graph are integers whose unit is not known\n\nhint"
-    for own in (graph, HeteroGraph.load(tmp_path / "g")):
-        sampler = HeteroSampler(own, [-1], temporal="uniform")
-        with pytest.raises(ValueError, match=f"^seed_times{message}"):
-            sampler.sample(("user", [0]), 0, date)
-        with pytest.raises(ValueError, match=f"^seed_times of 'user'{message}"):
-            sampler.sample(("user", [0]), 0, {"user": date})
-        with pytest.raises(ValueError, match=f"^seed_times{message}"):
-            HeteroLoader(sampler, ("user", [0]), 1, seed_times=date)
-        with pytest.raises(ValueError, match=f"^times{message}"):
-            HeteroLinkSampler(sampler, KNOWS, [[1], [0]], times=date)
-    stated = graph_of(np.array([1, 2, 3]) * DAY, time_unit="s")
-    assert seen(stated, np.array(["1970-01-03"], "M8[D]")) == [1, 2]
 
 
 MIXED = {

@@ -17,22 +17,6 @@ def graph_of(nodes, edges=None):
     return HeteroGraph.from_arrays({"user": nodes}, edges)
 
 
-@pytest.mark.parametrize(
-    ("labels", "value"),
-    [
-        ([0, 1, -2, 0], "-2"),
-        (np.array([0, 1, 2**63 + 1, 0], np.uint64), "9223372036854775809"),
-        ([0, 1, 10**9, 0], "1000000000"),
-        (np.array([[0, 1], [1, 0], [0, -7], [1, 1]]), "-7"),
-    ],
-)
-def test_labels_that_are_not_classes_are_rejected(labels, value):
-    message = f"labels of node type 'user': node 2 has the label {value}, which is not a class"
-    with pytest.raises(ValueError, match=message) as error:
-        graph_of({"labels": labels})
-    assert "\n\nhint: -1 marks a node without a label" in str(error.value)
-
-
 def test_classes_and_numbers_are_kept():
     for labels, dtype in (
         ([0, -1, 65535], torch.int64),

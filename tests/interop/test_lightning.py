@@ -103,24 +103,6 @@ def test_test_and_prediction_batches_are_in_order(data, tmp_path):
     assert torch.equal(labels, torch.cat([labels for _, labels in parts])[chosen])
 
 
-def test_ranks_share_the_nodes(data):
-    module = DataModule(data, [3, 3], batch_size=8)
-
-    class Strategy:
-        root_device = torch.device("cpu")
-
-    class Trainer:
-        global_rank, world_size, strategy = 0, 2, Strategy()
-
-    taken = []
-    for rank in range(2):
-        Trainer.global_rank = rank
-        module.trainer = Trainer()
-        module.teardown("fit")
-        taken += [seed for batch in module.train_dataloader() for seed in batch.seeds.tolist()]
-    assert sorted(taken) == sorted(data.split["train"].tolist())
-
-
 def test_a_dataset_without_features_is_rejected(tmp_path):
     data = gcnzc.load(tiny().but(features=None).write(tmp_path / "bare"))
     with pytest.raises(ValueError, match="has no features"):

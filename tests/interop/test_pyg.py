@@ -235,14 +235,6 @@ def test_a_resumed_loader_yields_the_same_minibatches(data, Loader):
         make(1).load_state_dict({})
 
 
-def test_ranks_share_the_items(data):
-    kwargs = {"batch_size": 32, "shuffle": True, "world_size": 2}
-    loaders = [NeighborLoader(data, [2], rank=rank, **kwargs) for rank in range(2)]
-    assert len(loaders[0]) == len(loaders[1])
-    taken = torch.cat([batch.input_id for loader in loaders for batch in loader])
-    assert torch.equal(taken.sort().values, torch.arange(NODES))
-
-
 def test_minibatches_of_links_have_their_labels(data):
     edges = data.edge_index[:, torch.randperm(EDGES)[:100]]
     labels = torch.arange(100)
@@ -338,13 +330,6 @@ def test_an_epoch_does_not_end_early_if_transform_raises_stop_iteration(data):
             list(loader)
 
 
-def test_tables_replace_attributes(data):
-    tables = {"x": FeatureTable.quantized(data.x), "more": FeatureTable(data.x[:, :2])}
-    for batch in NeighborLoader(data, [2], batch_size=100, tables=tables):
-        assert torch.equal(batch.x, tables["x"].gather(batch.n_id))
-        assert torch.equal(batch.more, data.x[batch.n_id, :2])
-
-
 def test_num_workers_sets_the_number_of_threads(data):
     assert NeighborLoader(data, [2], num_workers=3).threads == 3
     assert LinkNeighborLoader(data, [2], num_workers=3, threads=1).threads == 1
@@ -386,37 +371,6 @@ def test_unsupported_arguments_are_rejected_by_name(data, Loader, change, messag
         Loader(**({"data": data, "num_neighbors": [2]} | change))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"input_nodes": "paper"}, "does not support types, but input_nodes has 'paper'"),
-        ({"input_nodes": torch.ones(5, dtype=torch.bool)}, r"mask of shape \(5,\) for 300 nodes"),
-        ({"input_nodes": torch.ones(2, 2).long()}, r"shape \(2, 2\)"),
-        ({"input_id": torch.arange(3)}, "input_id is .* of 300 items"),
-        ({"input_time": torch.arange(NODES)}, "input_time was given without time_attr"),
-    ],
-)
-def test_invalid_input_nodes_are_rejected(data, change, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        NeighborLoader(data, [2], **change)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"edge_label_index": torch.ones(3, 2).long()}, r"shape \(3, 2\)"),
-        ({"edge_label_index": EDGE + 299}, "from 299 to 300, but the data has 300 nodes"),
-        ({"edge_label_index": ("a", "to", "b")}, "edge_label_index has 'a'"),
-        ({"edge_label": torch.ones(5)}, "edge_label is .* for 3000 edges"),
-        ({"edge_label": torch.ones(EDGES), "neg_sampling": "triplet"}, "triplets have no labels"),
-        ({"edge_label_time": torch.ones(EDGES)}, "edge_label_time was given without time_attr"),
-    ],
-)
-def test_invalid_links_are_rejected(data, change, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        LinkNeighborLoader(data, [2], **change)
-
-
 def test_a_closed_loader_cannot_be_used(data):
     with NeighborLoader(data, [2], batch_size=10) as loader:
         iterator = iter(loader)
@@ -448,18 +402,3 @@ def test_a_table_store_is_a_feature_store(data):
         store.put_tensor([1, 2], None, "x", None)
     with pytest.raises(IndexError):
         store.get_tensor(None, "x", torch.tensor([NODES]))
-
-
-@pytest.mark.parametrize("num_neighbors", [[5, 3], [-1, 2, 2], [0, 4], [3, -1]])
-def test_minibatches_of_nodes_are_sampled_subgraphs(data, num_neighbors):
-    loader = NeighborLoader(data, num_neighbors, input_nodes=data.train_mask, batch_size=32)
-    seeds = data.train_mask.nonzero().flatten()
-    assert len(loader.dataset) == len(seeds)
-    assert len(loader) == -(-len(seeds) // 32)
-    taken = []
-    for batch in loader:
-        check(data, batch, num_neighbors)
-        assert torch.equal(batch.n_id[: batch.batch_size], batch.input_id)
-        assert batch.num_sampled_nodes[0] == batch.batch_size
-        taken.append(batch.input_id)
-    assert torch.equal(torch.cat(taken), seeds)

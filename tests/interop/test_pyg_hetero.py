@@ -192,28 +192,6 @@ def test_disjoint_subgraphs_share_no_node(data):
             assert torch.equal(batch[source].batch[src], batch[target].batch[dst])
 
 
-@pytest.mark.parametrize("strategy", ["uniform", "last"])
-@pytest.mark.parametrize("time_attr", ["at", "born"])
-def test_nothing_is_later_than_the_seed(data, time_attr, strategy):
-    times = torch.randint(LATEST, (ITEMS,), generator=torch.Generator().manual_seed(1))
-    temporal = {"time_attr": time_attr, "temporal_strategy": strategy, "input_time": times}
-    num_edges = 0
-    for batch in NeighborLoader(data, [3, 2], "item", batch_size=5, **temporal):
-        check_rows(data, batch)
-        seed_times = batch["item"].seed_time
-        assert torch.equal(seed_times, times[batch["item"].input_id])
-        for edge_type in (BUYS, BOUGHT):
-            own = batch[edge_type]
-            src, dst = own.edge_index
-            limits = seed_times[batch[edge_type[2]].batch[dst]]
-            found = own.at if time_attr == "at" else batch[edge_type[0]].born[src]
-            assert bool((found <= limits).all())
-            num_edges += len(found)
-        if strategy == "last":
-            check_latest(data, batch, time_attr)
-    assert num_edges > 50
-
-
 def check_latest(data, batch, time_attr):
     """The in-edges of the first seed are the latest that are not later than its time."""
     edges, source = data[BUYS], data["user"]

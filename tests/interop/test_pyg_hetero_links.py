@@ -172,38 +172,6 @@ def test_edges_and_their_negatives_have_labels(data, amount, disjoint):
     assert torch.equal(torch.cat(taken), torch.arange(EDGES))
 
 
-@pytest.mark.parametrize("time_attr", ["at", "born"])
-@pytest.mark.parametrize("neg_sampling", ["binary", NegativeSampling("triplet", 3)])
-def test_nothing_is_later_than_the_edge(data, time_attr, neg_sampling):
-    times = torch.randint(3, LATEST, (EDGES,), generator=torch.Generator().manual_seed(1))
-    temporal = {"time_attr": time_attr, "edge_label_time": times, "neg_sampling": neg_sampling}
-    loader = LinkNeighborLoader(data, [3, 2], BUYS, batch_size=16, **temporal)
-    num_edges = 0
-    for batch in loader:
-        limits = times[batch[BUYS].input_id]
-        for edge_type in (BUYS, BOUGHT):
-            src, dst = batch[edge_type].edge_index
-            own = batch[edge_type].at if time_attr == "at" else batch[edge_type[0]].born[src]
-            assert bool((own <= limits[batch[edge_type[2]].batch[dst]]).all())
-            num_edges += len(own)
-        if time_attr == "at":
-            continue
-        item = batch["item"]
-        if "dst_neg_index" in item:
-            assert bool((item.born[item.dst_neg_index] <= limits[:, None]).all())
-            assert torch.equal(
-                item.batch[item.dst_neg_index],
-                item.batch[item.dst_pos_index][:, None].expand(-1, 3),
-            )
-            assert torch.equal(item.seed_time, limits)
-        else:
-            own, count = batch[BUYS], len(limits)
-            assert torch.equal(own.edge_label_time, limits.repeat(2))
-            for each, local in zip(("user", "item"), own.edge_label_index, strict=True):
-                assert bool((batch[each].born[local[count:]] <= limits).all())
-    assert num_edges > 50
-
-
 def fields(batch):
     names = ("n_id", "e_id", "edge_index", "x", "batch", "edge_label_index", "edge_label")
     return {

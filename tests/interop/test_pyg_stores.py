@@ -244,24 +244,6 @@ def test_the_numbers_of_nodes_come_from_sizes_or_tensors(data):
     assert len(NeighborLoader((Features({}), sized), [3], "user")) == USERS
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"data": (Features({}), None)}, "does not support a tuple that is not a pair of stores"),
-        ({"input_nodes": "shop"}, "node type 'shop'"),
-        ({"input_nodes": None}, "without a node type"),
-        ({"time_attr": "day"}, "time_attr is 'day', which no type of the data has"),
-        ({"weight_attr": "day"}, "weight_attr is 'day'"),
-        ({"custom_cls": Data}, "HeteroData"),
-        ({"neighbor_sampler": object()}, "does not support neighbor_sampler"),
-    ],
-)
-def test_invalid_arguments_are_rejected(data, change, message):
-    stores, _ = to_stores(data)
-    with pytest.raises((TypeError, ValueError), match=message):
-        NeighborLoader(**({"data": stores, "num_neighbors": [2], "input_nodes": "user"} | change))
-
-
 def test_edges_out_of_range_are_reported(data):
     (features, edges), _ = to_stores(data)
     edges.edges[BOUGHT, "coo"][0][3] = ITEMS

@@ -6,7 +6,7 @@ import torch
 from by_hand import random_graph
 from torch.nn.functional import cross_entropy
 
-from gcnzc import FeatureTable, FullBatchLoader, Graph, Loader
+from gcnzc import FeatureTable, FullBatchLoader, Graph
 from gcnzc.kernels.aggregate import gat
 from gcnzc.kernels.structure import transpose
 from gcnzc.models import gnn
@@ -61,24 +61,6 @@ def test_all_nodes_use_the_rows_of_the_table_in_place(graph, table):
     assert double.y is None
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-@pytest.mark.parametrize("kind", ["half", "sparse", "codes", "none"])
-@pytest.mark.parametrize("seeds", [None, SEEDS])
-def test_any_table_is_gathered_once(kind, seeds, graph, table):
-    tables = {
-        "half": FeatureTable(table.rows.half()),
-        "sparse": FeatureTable(table.rows.to_sparse_csr()),
-        "codes": FeatureTable.quantized(table.rows),
-        "none": None,
-    }
-    batch = FullBatchLoader(graph, tables[kind], seeds, 2, dtype=torch.float32).batch
-    if kind == "none":
-        assert batch.x is None
-        return
-    assert batch.x.dtype == torch.float32
-    torch.testing.assert_close(batch.x, table.rows[batch.nodes], rtol=0, atol=5e-3)
-
-
 @pytest.mark.parametrize("name", ["SAGE", "GCN", "GIN", "GAT", "GATv2"])
 def test_nothing_is_built_again_in_later_steps(name, graph, table, monkeypatch):
     loader = FullBatchLoader(graph, table, SEEDS, 2, LABELS)
@@ -118,19 +100,6 @@ def test_a_state_resumes_before_or_after_the_batch(graph, table):
     next(iter(other))
     assert other.epoch == 1
     assert len(list(other)) == 1
-
-
-@pytest.mark.parametrize(
-    ("seeds", "layers", "name"),
-    [(SEEDS, 3, "num_layers"), (SEEDS[:4], 2, "num_seeds"), (SEEDS + 1, 2, "seeds_crc32")],
-)
-def test_the_state_of_another_loader_is_rejected(seeds, layers, name, graph, table):
-    state = FullBatchLoader(graph, table, seeds, layers).state_dict()
-    with pytest.raises(ValueError, match=f"the state is of a loader with {name}"):
-        FullBatchLoader(graph, table, SEEDS, 2).load_state_dict(state)
-    minibatches = Loader(graph, table, SEEDS, [2, 2], 2).state_dict()
-    with pytest.raises(ValueError, match="the state lacks num_layers"):
-        FullBatchLoader(graph, table, SEEDS, 2).load_state_dict(minibatches)
 
 
 @pytest.mark.parametrize(

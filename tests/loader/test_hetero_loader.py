@@ -130,18 +130,6 @@ def test_epochs_differ_and_a_state_resumes_within_one(make):
         assert_same(resumed, second[steps:])
 
 
-def test_a_state_of_another_loader_is_rejected(make, graph):
-    state = make().state_dict()
-    other = HeteroSampler(graph, [3, 3], seed=1)
-    with pytest.raises(ValueError, match="num_neighbors"):
-        make(other, ("user", torch.arange(0, USERS, 2))).load_state_dict(state)
-    with pytest.raises(ValueError, match="seeds_crc32"):
-        make(seeds=("user", torch.arange(45))).load_state_dict(state)
-    items = make(seeds=("item", torch.arange(45)))
-    with pytest.raises(ValueError, match="seed_type"):
-        items.load_state_dict(state | {"seeds_crc32": items.state_dict()["seeds_crc32"]})
-
-
 def test_seed_times_bound_the_neighbourhoods(make, graph):
     sampler = HeteroSampler(graph, [-1, -1], temporal="uniform", time="edge")
     ids, times = torch.tensor([5, 5, 7, 9]), torch.tensor([10, 30, 20, 0])

@@ -13,15 +13,13 @@ import weakref
 import pytest
 import torch
 from limits import HANG_S
-from queued_device import Device
 
 from gcnzc.features.pinning import pinned
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
-from gcnzc.loader import checks
 from gcnzc.loader.loader import Loader
 from gcnzc.loader.seeds import Shares, epoch_order
-from gcnzc.loader.transfer import Transfer, _BatchMemory
+from gcnzc.loader.transfer import _BatchMemory
 from gcnzc.sampling.batch import Batch
 from gcnzc.sampling.neighbor import Sampler
 
@@ -398,22 +396,6 @@ def test_ranks_on_one_machine_share_its_cores(make, monkeypatch):
     assert make(threads=None, world_size=1).threads == 3
 
 
-def test_worker_threads_use_one_torch_thread_each(make, graph):
-    counted = []
-
-    class Counting(Sampler):
-        def sample(self, seeds, epoch):
-            counted.append(torch.get_num_threads())
-            return super().sample(seeds, epoch)
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    list(make(sampler=Counting(graph, [3, 2])))
-    assert torch.get_num_threads() == 2
-    torch.set_num_threads(before)
-    assert set(counted) == {1}
-
-
 INTERRUPTED = """
 import os, signal, sys, threading, time
 import torch
@@ -520,53 +502,6 @@ def test_a_missing_gpu_is_reported(make):
 
 
 # on a GPU
-
-
-def through(loader, device, share=0.0):
-    """Let a loader for the CPU send its batches through the streams of a device."""
-    loader._transfer = Transfer(device, loader.table, share, max_pending=loader.ahead + 1)
-    loader._host_pool = loader.sampler.pool = loader._transfer.host
-    return loader
-
-
-@pytest.mark.parametrize("schedule", ["eager", "not model", "not side 1", "not side 2", 0, 1])
-@pytest.mark.parametrize("share", [0.0, 0.5])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_batches_through_streams_equal_those_of_the_cpu(make, schedule, share, threads):
-    device = Device(schedule)
-    mine = through(make(threads=threads, in_degrees=True), device, share)
-    seen = []
-    for batch, want in zip(mine, make(), strict=True):
-        found = []
-        for tensor, right in zip(tensors(batch), tensors(want), strict=True):
-            found.append((torch.empty_like(right), right))
-            device.own.do(lambda to, tensor: to.copy_(tensor), found[-1][0], tensor)
-        seen.append(found)
-        assert batch.times.keys() == {"sample_s"}
-        assert [stage.name for stage in batch.stages] == ["gather", "copy"]
-        del batch
-    mine._transfer.close()
-    device.finish()
-    assert not device.faults
-    assert all(torch.equal(found, right) for batch in seen for found, right in batch)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-def test_for_a_gpu_that_cannot_read_host_memory_the_cpu_gathers(table, monkeypatch):
-    gpu = torch.device("cuda", 0)
-    # a table that a GPU would refuse, and a device that says it cannot read it
-    assert not table.rows.is_pinned()
-    monkeypatch.setattr(checks, "can_read_host", lambda device: False)
-    assert checks._check_device_rows(gpu, table, 0.0) is None
-    assert checks.is_copied(gpu, table)
-    monkeypatch.setattr(checks, "can_read_host", lambda device: True)
-    assert not checks.is_copied(gpu, table)
-    with pytest.raises(ValueError, match=r"gcnzc\.pinned"):
-        checks._check_device_rows(gpu, table, 0.5)
-    # all rows come by way of the CPU, which reads any table
-    assert checks._check_device_rows(gpu, table, 1.0) is None
-    sparse = FeatureTable(table.rows.to_sparse_csr())
-    assert checks._check_device_rows(gpu, sparse, 0.0) is None
 
 
 @pytest.mark.gpu

@@ -9,7 +9,6 @@ import torch
 
 from gcnzc.graph.graph import Graph
 from gcnzc.loader.loader import Loader
-from gcnzc.loader.seed_order import balance_parts
 from gcnzc.loader.seeds import Shares
 
 NUM_NODES = 600
@@ -123,16 +122,6 @@ def test_ranks_take_their_part_and_large_parts_lend_seeds(make, world_size):
         later = [flatten(take_epoch(loader)) for loader in loaders]
         assert [sorted(each) for each in later] == [sorted(each) for each in first]
         assert later != first
-
-
-def test_balancing_moves_only_the_surplus():
-    parts = np.array([0] * 7 + [2] * 3 + [1] * 2)
-    balanced = balance_parts(parts, np.array([4, 4, 4]), seed=3)
-    assert np.bincount(balanced).tolist() == [4, 4, 4]
-    assert (balanced != parts).sum() == 3
-    assert set(parts[balanced != parts]) == {0}
-    even = np.array([0, 1, 2, 2, 1, 0])
-    assert balance_parts(even, np.array([2, 2, 2]), seed=0).tolist() == even.tolist()
 
 
 # state

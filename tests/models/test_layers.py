@@ -6,7 +6,7 @@ from by_hand import MODELS, made, random_graph
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
-from gcnzc.models.layers import GATLayer, GATv2Layer, Layer, SAGELayer
+from gcnzc.models.layers import Layer
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train.inference import inference
 
@@ -27,21 +27,6 @@ def test_the_order_of_projection_and_sum_does_not_matter(name, monkeypatch):
         results.append([out, rows.grad, *(p.grad for p in model.parameters())])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_projects_first_where_it_narrows_rows():
-    layer = SAGELayer(1433, 16)
-    assert layer.should_project_first(2708, 2708, 10556)
-    assert not SAGELayer(100, 256).should_project_first(400_000, 50_000, 700_000)
-    # of a GAT, not where one row serves all heads
-    gat = GATLayer(100, 128, 4, concatenate=True, dropout=0.0, skip=False)
-    assert not gat.should_project_first(400_000, 50_000, 700_000)
-
-
-def test_gatv2_always_projects_first():
-    # its scores need projected rows
-    layer = GATv2Layer(100, 128, 4, concatenate=True, dropout=0.0, skip=False)
-    assert layer.should_project_first(400_000, 50_000, 700_000)
 
 
 def test_gcn_scales_sampled_sums_to_all_neighbours():

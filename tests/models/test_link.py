@@ -5,7 +5,6 @@ import torch
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
-from gcnzc.models import link
 from gcnzc.models.gnn import SAGE
 from gcnzc.models.link import Dot, HadamardMLP, LinkModel
 from gcnzc.sampling.link import LinkSampler
@@ -47,27 +46,6 @@ def test_a_batch_gets_logits_for_its_seeds(model):
     torch.testing.assert_close(logits.detach(), model.scores(rows, *ids))
     logits.sum().backward()
     assert all(part.grad is not None for part in model.parameters())
-
-
-@pytest.mark.parametrize("at_once", [1, 7, 10**6])
-def test_scores_are_computed_in_chunks(at_once, model, monkeypatch):
-    monkeypatch.setattr(link, "PAIRS_PER_CHUNK", at_once)
-    rows = torch.randn(20, 8)
-    sources, targets = torch.randint(0, 20, (2, 13))
-    model.train()
-    found = model.scores(rows, sources, targets)
-    assert model.training
-    assert not found.requires_grad
-    model.eval()
-    torch.testing.assert_close(found, model.decoder(rows[sources], rows[targets]).detach())
-    # one source beside many targets, ids of either type
-    many = torch.randint(0, 20, (13, 5), dtype=torch.int32)
-    found = model.scores(rows, sources[:, None], many)
-    expected = torch.stack(
-        [model.decoder(rows[sources], rows[many[:, i].long()]) for i in range(5)], dim=1
-    )
-    torch.testing.assert_close(found, expected.detach())
-    assert model.scores(rows, sources[:0], targets[:0]).shape == (0,)
 
 
 def test_weights_are_reset(model):

@@ -1,7 +1,5 @@
 """The split of edges whose type has both directions, and the reverse types of a run."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -108,14 +106,3 @@ def test_given_reverse_types_are_held_out_and_excluded(folder, given):
     assert remaining
     assert not remaining & held_out
     assert HeteroLinkTask(config, data).sampler.reverse_types == [BOUGHT]
-
-
-def test_a_temporal_run_is_told_that_untimed_edges_are_no_reverses(tmp_path):
-    shop(has_times=True).save(tmp_path / "shop")
-    config = config_of(tmp_path / "shop", temporal="last", evaluate="sampled")
-    data = load_hetero(replace(config, reverse_types="bought_by"), tmp_path / "shop")
-    with pytest.raises(ValueError, match=r"have no times.*(?s:.)*--reverse-types none\)"):
-        HeteroLinkTask(config, data)
-    config = replace(config, reverse_types="none")
-    data = load_hetero(config, tmp_path / "shop")
-    assert HeteroLinkTask(config, data).sampler.reverse_types == []

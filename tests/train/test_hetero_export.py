@@ -1,6 +1,5 @@
 """Exported runs on heterogeneous graphs, executed with torch and NumPy alone."""
 
-import errno
 import json
 from dataclasses import replace
 
@@ -16,9 +15,6 @@ from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.train import embed_nodes, predict, train
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.export import check_difference
-from gcnzc.train.hetero import export
-from gcnzc.train.hetero.export import export_hetero_run
-from gcnzc.train.prediction import load_model
 
 # to export a layer takes seconds
 ONE_LAYER = SIZES | {"layers": 1, "fanouts": (4,), "epochs": 1}
@@ -104,33 +100,6 @@ def test_the_encoder_of_link_prediction_is_exported(tmp_path, capsys):
         rows = embed_nodes(tmp_path / "run", tmp_path / "graph", node_type=name).rows
         assert found[name].shape == (count, 16)
         np.testing.assert_allclose(found[name], rows, atol=1e-5)
-
-
-def test_an_export_that_fails_leaves_both_previous_files(tmp_path, monkeypatch):
-    without_features(build(), "author").save(tmp_path / "graph")
-    train(TrainConfig(data=tmp_path / "graph", model="rgcn", **ONE_LAYER), tmp_path / "run")
-    loaded, out = load_model(tmp_path / "run"), tmp_path / "out"
-    out.mkdir()
-
-    def fail(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(export, "write_program", fail)
-        with pytest.raises(OSError, match="no space left on"):
-            export_hetero_run(loaded, out / "m.pt2")
-        assert not list(out.iterdir())
-        for name in ("m.pt2", "m.embeddings.npz"):
-            (out / name).write_text("old")
-        with pytest.raises(OSError, match="no space left on"):
-            export_hetero_run(loaded, out / "m.pt2")
-    assert {path.name: path.read_text() for path in out.iterdir()} == {
-        "m.pt2": "old",
-        "m.embeddings.npz": "old",
-    }
-    export_hetero_run(loaded, out / "m.pt2")
-    assert len(list(out.iterdir())) == 2
-    assert exported(out / "m.pt2")[1]["embeddings"]["file"] == "m.embeddings.npz"
 
 
 def test_outputs_that_differ_are_an_error():

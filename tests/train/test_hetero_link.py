@@ -17,7 +17,6 @@ from gcnzc.train.evaluation import evaluate
 from gcnzc.train.hetero.edge_split import split_edges
 from gcnzc.train.prediction import predict_links
 from gcnzc.train.run import train
-from gcnzc.train.tasks import hetero_link
 from gcnzc.train.trainer import Interrupted
 
 
@@ -155,25 +154,6 @@ def test_bad_options_are_rejected_by_name(config, tmp_path):
     build(has_times=False).save(tmp_path / "untimed")
     rejected("--edge-split time: neither", edge_split="time", data=tmp_path / "untimed")
     rejected("--temporal last: neither", temporal="last", data=tmp_path / "untimed")
-
-
-def test_scores_do_not_depend_on_how_negatives_are_divided(config, tmp_path, monkeypatch):
-    train(replace(config, epochs=1, temporal="uniform", evaluate="sampled"), tmp_path / "run")
-    whole = evaluate(EvaluateConfig(run=tmp_path / "run", evaluate_negatives=9))
-    monkeypatch.setattr(hetero_link, "EVALUATED_PAIRS", 8)
-    sizes, compute = [], hetero_link.HeteroLinkTask.logits
-
-    def logits(self, model, batch):
-        sizes.append(batch.pairs.shape[1])
-        return compute(self, model, batch)
-
-    monkeypatch.setattr(hetero_link.HeteroLinkTask, "logits", logits)
-    parts = evaluate(EvaluateConfig(run=tmp_path / "run", evaluate_negatives=9))
-    # minibatches have bounded memory, and each edge has 7 and then 2 negatives
-    assert max(sizes) <= 8
-    assert sum(sizes) == 2 * 200 * (8 + 3)
-    for name in ("test_mrr", "valid_mrr", "test_auc", "test_hits@3"):
-        assert parts[name] == pytest.approx(whole[name], abs=1e-4)
 
 
 def scores_of_all_pairs(run):

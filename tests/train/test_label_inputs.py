@@ -1,6 +1,5 @@
 """Labels as features: no prediction in the loss depends on the label of the same node."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -8,10 +7,8 @@ import pytest
 import torch
 
 from gcnzc import Loader, load, prepare
-from gcnzc.features.table import FeatureTable
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
-from gcnzc.train.label_inputs import LabelInputs, append_labels
 from gcnzc.train.prediction import predict
 from gcnzc.train.run import train
 from gcnzc.train.tasks.node import NodeTask
@@ -91,34 +88,6 @@ def test_the_loss_is_the_mean_over_the_predicted_seeds(config):
     logits, predicted, _, loss = losses(config, data, 3)
     expected = torch.nn.functional.cross_entropy(logits, data.labels[predicted])
     torch.testing.assert_close(loss, expected)
-
-
-def test_rows_of_labels(config):
-    data = load(config.data)
-    labels = LabelInputs(data, data.num_classes, False)
-    nodes = torch.cat([data.split["test"][:3], data.split["train"][:4]])
-    rows = labels.rows(nodes)
-    assert not rows[:3].any()
-    assert torch.equal(rows[3:].argmax(1), data.labels[nodes[3:]])
-    assert (rows[3:].sum(1) == 1).all()
-    table = append_labels(data.table, labels)
-    assert table.num_columns == data.table.num_columns + data.num_classes
-    assert torch.equal(table.gather(nodes)[:, -data.num_classes :], rows)
-    assert torch.equal(table.gather(nodes)[:, : -data.num_classes], data.table.gather(nodes))
-    # label columns: 1, -1, and 0 for unknown
-    several = torch.tensor([[1.0, 0.0, math.nan]]).repeat(data.graph.num_nodes, 1)
-    columns = LabelInputs(replace(data, labels=several), 3, True)
-    assert columns.rows(nodes[[0, 3]]).tolist() == [[0, 0, 0], [1, -1, 0]]
-    # a graph without labels has none as features
-    empty = torch.empty(0, dtype=torch.int64)
-    unlabelled = replace(
-        data,
-        labels=torch.full_like(data.labels, -1),
-        split=dict.fromkeys(("train", "valid", "test"), empty),
-    )
-    for is_multi_label in (False, True):
-        assert not LabelInputs(unlabelled, 3, is_multi_label).rows(nodes).any()
-    assert isinstance(append_labels(data.table, None), FeatureTable)
 
 
 @pytest.mark.parametrize("model", ["sage", "gat"])

@@ -167,25 +167,6 @@ def test_transposes_the_block_only_for_a_gradient(monkeypatch):
     assert weight.grad is not None
 
 
-def test_arguments_that_do_not_match_are_rejected():
-    indptr, indices = random_block(70, 50, 9)
-    x = torch.randn(70, 8)
-    with pytest.raises(ValueError, match=r"x is torch\.int64"):
-        aggregate(indptr, indices, x.long())
-    with pytest.raises(ValueError, match=r"indices is 1-dimensional torch.int16"):
-        aggregate(indptr, indices.short(), x)
-    with pytest.raises(ValueError, match="indptr is empty"):
-        aggregate(indptr[:0], indices, x)
-    with pytest.raises(ValueError, match=r"x has shape \(70, 2, 4\), not \(sources, columns\)"):
-        aggregate(indptr, indices, x.view(70, 2, 4))
-    with pytest.raises(ValueError, match=r"source_scale has shape \(50,\), not \(70,\)"):
-        aggregate(indptr, indices, x, torch.ones(50))
-    with pytest.raises(ValueError, match=r"target_scale has shape \(70,\), not \(50,\)"):
-        aggregate(indptr, indices, x, None, torch.ones(70))
-    with pytest.raises(ValueError, match="indptr is on cpu, but the rows are on meta"):
-        aggregate(indptr, indices, x.to("meta"))
-
-
 @pytest.mark.triton
 @pytest.mark.parametrize("width", [1, 127, 128, 129])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF])

@@ -178,27 +178,6 @@ def test_blocks_without_edges(num_sources, num_targets, self_loops):
     assert all(grad.isfinite().all() for grad in grads)
 
 
-def test_arguments_that_do_not_match_are_rejected():
-    indptr, indices = random_block(70, 50, 9)
-    x, source, target = inputs((2, 2, 3))
-    with pytest.raises(ValueError, match=r"score_target has shape \(70, 2\)"):
-        gat_aggregate(indptr, indices, x, source, source)
-    with pytest.raises(ValueError, match=r"score_target .* dtype torch.float32"):
-        gat_aggregate(indptr, indices, x, source, target.float())
-    with pytest.raises(ValueError, match=r"x has shape \(70, 3, 3\); for 2 heads"):
-        gat_aggregate(indptr, indices, torch.randn(70, 3, 3), source, target)
-    with pytest.raises(ValueError, match=r"weight has shape \(3, 2\)"):
-        weighted_spmm(indptr, indices, torch.randn(3, 2), x)
-    with pytest.raises(ValueError, match=r"score_source has shape \(70, 2, 1\)"):
-        edge_softmax(indptr, indices, source[:, :, None], target)
-    with pytest.raises(ValueError, match="score_target is on meta, but the rows are on cpu"):
-        edge_softmax(indptr, indices, source, target.to("meta"))
-    with pytest.raises(ValueError, match="weight is on meta, but the rows are on cpu"):
-        weighted_spmm(indptr, indices, torch.randn(len(indices), 2, device="meta"), x)
-    with pytest.raises(ValueError, match=r"score_source has 60 rows, but x has 70"):
-        gat_aggregate(indptr, indices, x, source[:60], target)
-
-
 def test_self_loops_of_targets_that_do_not_exist_are_rejected():
     indptr, indices = random_block(70, 50, 9)
     x, source, target = inputs((2, 2, 3))

@@ -155,30 +155,6 @@ def test_writes_to_strided_rows(device):
     assert not wide[:, 50:].any()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"ids": torch.zeros(2)}, "ids must be one row of int32 or int64"),
-        ({"ids": torch.zeros(1, 2, dtype=torch.int64)}, "ids must be one row"),
-        ({"out": torch.empty(3, 5)}, r"out must be \(2, 5\) torch.float32"),
-        ({"out": torch.empty(2, 5, dtype=torch.float64)}, "not .* torch.float64"),
-        ({"out": torch.empty(5, 2).T}, "contiguous rows"),
-        ({"out": torch.empty(1, 5).expand(2, 5)}, "contiguous rows"),
-        ({"table": torch.zeros(ROWS + 1, 5)}, f"a table of {ROWS} rows, not of {ROWS + 1}"),
-    ],
-)
-def test_arguments_that_do_not_match_are_rejected(change, message, device):
-    table = table_of(torch.float32, 5)
-    given = {"table": table, "ids": torch.zeros(2, dtype=torch.int64), "out": None}
-    given = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in (given | change).items()
-    }
-    copies = make_cached_rows(table, torch.arange(3), device)
-    with pytest.raises(ValueError, match=message):
-        gather_cached(given["table"], given["ids"], copies, given["out"])
-
-
 @pytest.mark.triton
 def test_an_id_out_of_range_is_rejected(device):
     table = readable(table_of(torch.float32, 5), device)

@@ -1,21 +1,18 @@
 """Every layout of lanes equals the reference bit for bit, for every alignment of rows."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
 from slow_cases import mark_slow
 
-from gcnzc.kernels import gather
-from gcnzc.kernels.gather import gather_reference, gather_triton, gpu
+from gcnzc.kernels.gather import gather_reference, gather_triton
 from gcnzc.kernels.gather.bench_reads import chase_pointers, read_dense
 from gcnzc.kernels.gather.cached import gather_cached
 from gcnzc.kernels.gather.cached_rows import make_cached_rows
 from gcnzc.kernels.gather.gpu import KernelConfig, gather_rows
 from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES
 
-ROOT = Path(__file__).parents[3]
 # rows of 16 B and more begin on a multiple of one of these; the last is a line
 UNITS = [1, 2, 4, 8, 16, 32, 128]
 DTYPES = [torch.int8, torch.float16, torch.float32, torch.float64]
@@ -139,47 +136,6 @@ def test_every_kernel_config_gathers_the_same(config, row_bytes, unit, device):
     ids = torch.randint(90, (130,), device=device)
     expected = gather_reference(codes, ids, scales)
     assert same_bits(gather_triton(codes, ids, scales=scales, config=config), expected)
-
-
-def test_the_kernel_is_launched_with_its_config(device, monkeypatch):
-    launched = []
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *given, **options: launched.append((grid, options))
-
-    monkeypatch.setattr(gpu, "_gather_rows", Kernel())
-    table = table_of(400, 16, torch.float32, device, num_rows=50)
-    ids = torch.randint(50, (5000,), device=device)
-    gather_rows(table, ids, config=KernelConfig(programs=5, warps=4, vectors=2))
-    # rows of 400 B take 32 lanes of 16 B: 4 warps of 2 vectors are 8 rows
-    ((grid, options),) = launched
-    assert grid == (5,)
-    assert (options["num_warps"], options["TILE_ROWS"], options["LAYOUT"]) == (4, 8, "shifted")
-    # what is said beside it goes before it
-    gather_rows(table, ids, layout="vector", programs=2, config=KernelConfig(programs=5))
-    grid, options = launched[1]
-    assert (grid, options["LAYOUT"], options["num_warps"]) == ((2,), "vector", 8)
-    # no more programs than there is work for
-    gather_rows(table, ids[:17], config=KernelConfig(programs=50, warps=4, vectors=2))
-    assert launched[2][0] == (3,)
-    # by the doors that others take, too
-    cached = make_cached_rows(table.cpu(), torch.arange(3), device)
-    gather_triton(table, ids, config=KernelConfig(programs=6))
-    gather_cached(table, ids, cached, config=KernelConfig(programs=7))
-    assert [grid for grid, _ in launched[3:]] == [(6,), (7,)]
-    assert launched[-1][1]["SLOT_VECTORS"] > 0
-
-
-def test_a_gather_on_a_gpu_uses_its_kernel_config(monkeypatch):
-    told = []
-    monkeypatch.setattr(
-        gather, "gather_triton", lambda *given, config, **options: told.append(config)
-    )
-    ids = torch.zeros(3, dtype=torch.int64, device="meta")
-    gather.gather(torch.zeros(5, 4), ids, config=KernelConfig(programs=8))
-    gather.gather(torch.zeros(5, 4), ids)
-    assert told == [KernelConfig(programs=8), None]
 
 
 @pytest.mark.parametrize(

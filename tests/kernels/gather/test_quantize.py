@@ -122,7 +122,6 @@ def test_ties_go_to_even():
     assert codes.tolist() == [[16, 20, 448, -16, -20, 0]]
 
 
-IMPLEMENTATIONS = [gather_numba, gather_triton]
 each_that_launches = pytest.mark.parametrize(
     "implementation",
     [gather_numba, pytest.param(gather_triton, marks=pytest.mark.triton)],
@@ -271,24 +270,3 @@ def test_an_id_out_of_range_is_rejected(implementation, outside, device):
 def test_any_id_is_out_of_range_in_an_empty_table():
     with pytest.raises(IndexError, match="table of 0 rows"):
         gather(torch.zeros(0, 4).to(torch.int8), torch.tensor([0]), scales=torch.ones(0))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_arguments_that_do_not_match_are_rejected(implementation, device):
-    codes = torch.zeros(5, 6, dtype=torch.int8, device=on(implementation, device))
-    ids = torch.zeros(3, dtype=torch.int64, device=codes.device)
-    like = {"device": codes.device}
-    for table, scales, block in (
-        (codes, torch.ones(6, **like), None),
-        (codes, torch.ones(5, 1, **like), None),
-        (codes, torch.ones(5, **like).double(), None),
-        (codes, torch.ones(10, **like)[::2], None),
-        (codes, torch.ones(5, **like), 4),
-        (codes.float(), torch.ones(5, **like), None),
-    ):
-        with pytest.raises(ValueError, match="cannot be scaled by"):
-            implementation(table, ids, scales=scales, scale_columns=block)
-    for dtype in (torch.int8, torch.float64):
-        out = torch.empty(3, 6, dtype=dtype, **like)
-        with pytest.raises(ValueError, match=r"out must be \(3, 6\) torch.float32"):
-            implementation(codes, ids, out, scales=torch.ones(5, **like))

@@ -13,7 +13,6 @@ from gcnzc.kernels.structure.csc import (
     index_dtype,
     self_loop_segments,
 )
-from gcnzc.kernels.threads import parallel_for
 
 RNG = np.random.default_rng(0)
 
@@ -143,17 +142,3 @@ def test_the_first_invalid_position_is_found(threads):
     assert find_out_of_range(indices, 15_000, threads=threads) == 15_000
     indices[[9990, 10_010]] = -1
     assert find_out_of_range(indices, 20_000, threads=threads) == 9990
-
-
-def test_no_thread_copies_more_than_its_share_of_large_buckets(monkeypatch):
-    bucket_indices = []
-
-    def spy(kernel, num_items, *args, **options):
-        if kernel is module._sort_buckets:
-            bucket_indices.append(args[2])
-        return parallel_for(kernel, num_items, *args, **options)
-
-    monkeypatch.setattr(module, "parallel_for", spy)
-    dst = np.concatenate([np.full(2_000_000, 5), np.full(60_000, 90_000)])
-    build_csc(edge_list_segments(dst, dst), 100_000, threads=2)
-    assert bucket_indices == [60_000]

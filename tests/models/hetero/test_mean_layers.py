@@ -4,11 +4,8 @@ import pytest
 import torch
 from typed_dense import COLUMNS, PAPER, SIZES, academic, edge_index, features, randomize
 
-from gcnzc.graph.graph import Graph
-from gcnzc.graph.hetero import HeteroGraph
-from gcnzc.models.gnn import SAGE
 from gcnzc.models.hetero import RGCN, HeteroSAGE
-from gcnzc.sampling import Sampler, build_full_hetero_blocks
+from gcnzc.sampling import build_full_hetero_blocks
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 MODELS = {
@@ -105,25 +102,3 @@ def test_sage_equals_hetero_conv_of_pyg():
     rows[PAPER].sin().sum().backward()
     for name in x:
         torch.testing.assert_close(mine[name].grad, theirs[name].grad, **TOLERANCE)
-
-
-@pytest.mark.parametrize("name", ["rgcn", "sage"])
-def test_one_relation_is_the_homogeneous_layer(name):
-    graph = Graph.from_edges(torch.randint(0, 20, (60,)), torch.randint(0, 19, (60,)), 20)
-    typed = HeteroGraph.from_arrays(
-        {"node": {"num_nodes": 20}}, {("node", "to", "node"): {"edge_index": graph.edges()}}
-    )
-    model = randomize(MODELS[name](typed.metadata(), {"node": 6}, 8, 3, "node", dropout=0.0))
-    plain = SAGE(6, 8, 3, 2, 0.0, input_linear=True).double()
-    with torch.no_grad():
-        plain.input_linear.load_state_dict(model.input_linears[0].state_dict())
-        for own, layer in zip(plain.layers, model.layers, strict=True):
-            weights = layer.weights()[0]
-            own.neighbours.weight.copy_(weights.neighbours.t())
-            own.neighbours.bias.copy_(weights.bias)
-            own.own.weight.copy_(weights.own.t())
-    x = torch.randn(20, 6).double()
-    blocks = Sampler(graph, [-1, -1]).sample(torch.arange(20), epoch=0).blocks
-    torch.testing.assert_close(
-        model(build_full_hetero_blocks(typed, 2), {"node": x}), plain(blocks, x), **TOLERANCE
-    )
