@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from bench.docs.network_tables import default_lines
-from bench.docs.table import TABLES, Line, newest, read
-from bench.docs.training_tables import LAYER_KINDS, MODELS
+from bench.docs.table import Line, newest, read
+from bench.docs.training_tables import LAYER_KINDS
 from gcnzc.features.pcie_traffic import HEADER_BYTES, traffic
 from gcnzc.kernels.gather.lanes import LAYOUTS
 
@@ -192,18 +192,6 @@ def aggregate_cpu() -> Figure:
     return figure
 
 
-def scores(
-    axis: Axes, lines: Sequence[Line], heights: Sequence[float], target: str, **style: Any
-) -> None:
-    """Draw the mean and standard deviation of test scores over runs, and the targets."""
-    means, widths = ([line[f"{key}_percent"] for line in lines] for key in ("test", "spread"))
-    size = style.pop("target_size", None)
-    target_label = style.pop("target_label", None)
-    axis.errorbar(means, heights, xerr=widths, fmt="o", **style)
-    targets = [line[target] for line in lines]
-    axis.plot(targets, heights, "k|", label=target_label, markersize=size)
-
-
 def accuracy() -> Figure:
     """Draw the mean and standard deviation of test accuracies over runs, and the targets."""
     lines = cases("accuracy", "graph", "model", "sampler", has="test_percent")
@@ -214,45 +202,14 @@ def accuracy() -> Figure:
     for number, (sampler, label) in enumerate(samplers.items()):
         selected = select(lines, sampler=sampler)
         heights = [names.index((x.graph, x.model)) + 0.25 * (1 - number) for x in selected]
-        style = {"label": label, "target_label": None if number else "target", "markersize": 4}
-        scores(axis, selected, heights, "target_percent", **style)
+        means, widths = ([x[f"{key}_percent"] for x in selected] for key in ("test", "spread"))
+        axis.errorbar(means, heights, xerr=widths, fmt="o", label=label, markersize=4)
+        targets = [x.target_percent for x in selected]
+        axis.plot(targets, heights, "k|", label=None if number else "target")
     axis.set_yticks(range(len(names)), [f"{graph}, {model}" for graph, model in names])
     axis.set_xlabel("test accuracy in percent (tolokers: ROC AUC in percent)")
     axis.grid(alpha=0.3)
     legend(figure, 3, fontsize="small")
-    return figure
-
-
-def presets() -> Figure:
-    """Draw the scores of presets, mean and standard deviation over runs, beside published ones."""
-    lines = sorted(cases("presets", "preset"), key=lambda line: line.preset, reverse=True)
-    title = "Test scores of presets, and the published ones"
-    figure = new_figure(title, lines, 8, 1.5 + len(lines) / 3)
-    axis = figure.subplots()
-    style = {"label": "gcnzc, mean and standard deviation", "target_label": "published"}
-    scores(axis, lines, range(len(lines)), "published_percent", target_size=14, **style)
-    axis.set_yticks(range(len(lines)), [line.preset for line in lines])
-    axis.set_xlabel("test accuracy in percent (minesweeper, tolokers: ROC AUC in percent)")
-    axis.grid(alpha=0.3)
-    legend(figure, 2, fontsize="small")
-    return figure
-
-
-def precision() -> Figure:
-    """Draw the difference of each precision and float32, and its 95 % interval."""
-    lines = cases("precision", "case", "precision")[::-1]
-    title = "Test scores in mixed precision, minus those in float32"
-    figure = new_figure(title, lines, 7, 1.6 + len(lines) / 3)
-    axis = figure.subplots()
-    means = [line.difference_points for line in lines]
-    widths = [line.interval_points[1] - line.difference_points for line in lines]
-    axis.errorbar(means, range(len(lines)), xerr=widths, fmt="o")
-    axis.axvline(0, color="black", linewidth=1)
-    axis.axvspan(-0.2, 0.2, color="lightgray", alpha=0.5)
-    axis.set_yticks(range(len(lines)), [f"{line.case}, {line.precision}" for line in lines])
-    axis.margins(y=0.3)
-    axis.set_xlabel("points: mean, 95 % interval (gray: ±0.2)")
-    axis.grid(alpha=0.3)
     return figure
 
 
@@ -278,29 +235,6 @@ def depth() -> Figure:
         panel.set_xticks(layers, [str(number) for number in layers])
         panel.set_xlabel("layers")
         panel.grid(alpha=0.3)
-    legend(figure, 4, fontsize="small")
-    return figure
-
-
-def steps() -> Figure:
-    """Draw the times of training steps of the systems, and the floor."""
-    best = {row.key: row.lines[0] for row in TABLES["steps"].grouped()}
-    floors = cases("steps", "floor_of")
-    kinds = [line.floor_of for line in floors]
-    figure = new_figure("A training step on the CPU", list(best.values()), 7, 4)
-    axis = figure.subplots()
-    height = 0.2
-    for place, system in enumerate(("ours", "dgl", "pyg")):
-        times = [1e3 * best[kind, system].median_s for kind in kinds]
-        at = [number + place * height for number in range(len(kinds))]
-        axis.barh(at, times, height, label=SYSTEMS[system])
-    at = [number - height for number in range(len(kinds))]
-    floor_ms = [line.gemm_ms + line.rows_ms for line in floors]
-    axis.barh(at, floor_ms, height, label="floor", color="lightgray")
-    axis.set_yticks(range(len(kinds)), [MODELS[kind] for kind in kinds])
-    axis.invert_yaxis()
-    axis.set_xscale("log")
-    axis.set_xlabel("milliseconds")
     legend(figure, 4, fontsize="small")
     return figure
 
@@ -442,10 +376,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "aggregate_cpu": aggregate_cpu,
     "feature_cache": feature_cache,
     "accuracy": accuracy,
-    "presets": presets,
-    "precision": precision,
     "depth": depth,
-    "steps": steps,
     "collectives": collectives,
     "strategies-amazon_photo": lambda: strategies("amazon_photo", 6),
     "strategies-planted": lambda: strategies("planted", 3),
