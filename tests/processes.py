@@ -62,7 +62,8 @@ def _fork(_path: bytes, arguments: Sequence[str], files: Sequence[int]) -> int:
             for file in map(int, os.listdir("/proc/self/fd")):
                 if file != files[1] and os.path.realpath(f"/proc/self/fd/{file}").endswith(pipe):
                     os.close(file)
-            # not as in a test, where a warning is an error
+            # what workers print is not pytest's, and their warnings are no errors
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             warnings.resetwarnings()
             warnings.simplefilter("ignore")
             exec(arguments[-1])
