@@ -26,11 +26,12 @@ def covering(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     Values that one `parametrize` lists together are one value. Cases with the marker `slow` do not
     count.
     """
-    tests: dict[str, dict[pytest.Item, set[tuple[str, int]]]] = {}
+    tests: dict[str, dict[pytest.Item, set[tuple[int, str]]]] = {}
     for item in items:
-        if item.get_closest_marker("slow") is None and isinstance(item, pytest.Function):
-            values = item.callspec.indices.items() if hasattr(item, "callspec") else [("", 0)]
-            tests.setdefault(item.nodeid.partition("[")[0], {})[item] = set(values)
+        if item.get_closest_marker("slow") is None:
+            # the texts of the values, one for each `parametrize`
+            texts = item.callspec._idlist if hasattr(item, "callspec") else ("",)
+            tests.setdefault(item.nodeid.partition("[")[0], {})[item] = set(enumerate(texts))
     kept: list[pytest.Item] = []
     for cases in tests.values():
         missing = set().union(*cases.values())
