@@ -11,10 +11,10 @@ DOCS_READY := $(VENV)/.ready-for-docs
 # processes that run tests, one more than cores (tests/conftest.py); they take a gigabyte each
 SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4 --dist worksteal
 
-# each value of each parameter of a test, and at most four cases of a test of Triton kernels, since
+# each value of each parameter of a test, and at most three cases of a test of Triton kernels, since
 # Triton's interpreter is slow; `make test-ptx` executes more of them as compiled code, and
 # `make test-all` runs all cases
-CASES := --cover --triton-cases 4
+CASES := --cover --triton-cases 3
 
 # Triton kernels as compiled code that is executed on the CPU: all of them for sm_90, of each test at
 # most 8 cases, and few cases for other architectures

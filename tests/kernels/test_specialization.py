@@ -107,6 +107,9 @@ print(json.dumps(counts))
 """
 
 
+pytestmark = pytest.mark.compiled
+
+
 @pytest.fixture(scope="module")
 def counts():
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])

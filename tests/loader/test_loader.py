@@ -444,6 +444,7 @@ def test_ctrl_c_ends_a_loop(wait, model):
     assert run.stderr == ""
 
 
+@pytest.mark.processes
 def test_a_process_can_end_with_prefetched_batches():
     # of an iterator that a module keeps
     program = INTERRUPTED.replace("WAIT", "0.05")

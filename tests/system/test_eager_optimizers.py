@@ -52,6 +52,7 @@ def run(text: str, *words: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.processes
 def test_steps_are_equal_bit_for_bit() -> None:
     text = """
 import json, sys

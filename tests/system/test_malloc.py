@@ -53,6 +53,7 @@ def measured(**environment):
 
 
 @glibc
+@pytest.mark.processes
 def test_freed_memory_is_reused_within_the_context_and_returned_after_it():
     kept, held, inner, returned, again, after = measured()
     # 180 MiB are in 90 pages or more, since the largest have 2 MiB

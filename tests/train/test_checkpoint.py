@@ -1,14 +1,12 @@
 """A checkpoint is whole or missing, and one of another model is rejected with the reason."""
 
 import os
-import signal
-import subprocess
-import sys
 import time
 import zipfile
 
 import pytest
 import torch
+from processes import FORKS
 
 from gcnzc.train import checkpoint
 
@@ -71,27 +69,24 @@ def test_another_model_is_reported_with_its_first_difference(tmp_path):
         checkpoint.match(torch.nn.Linear(3, 5, bias=False), saved, tmp_path / "c.pt")
 
 
-PROGRAM = """
-import sys, torch
-from pathlib import Path
-from gcnzc.train import checkpoint
-step = 0
-while True:
-    weights = torch.full((300_000,), float(step))
-    checkpoint.save(Path(sys.argv[1]), {"step": step, "weights": weights})
-    print(step, flush=True)
-    step += 1
-"""
+def save_without_end(path):
+    step = 0
+    while True:
+        weights = torch.full((300_000,), float(step))
+        checkpoint.save(path, {"step": step, "weights": weights})
+        step += 1
 
 
 def test_a_process_killed_while_saving_leaves_a_whole_checkpoint(tmp_path):
-    path = tmp_path / "c.pt"
     for turn in range(2):
-        with subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(path)], stdout=subprocess.PIPE
-        ) as process:
-            process.stdout.readline()
-            time.sleep(0.013 * turn)
-            process.send_signal(signal.SIGKILL)
+        path = tmp_path / f"{turn}.pt"
+        process = FORKS.Process(target=save_without_end, args=(path,))
+        process.start()
+        while not path.exists():
+            assert process.is_alive()
+            time.sleep(0.001)
+        time.sleep(0.013 * turn)
+        process.kill()
+        process.join()
         state = checkpoint.load(path)
         assert (state["weights"] == state["step"]).all()

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from processes import results
+from slow_cases import mark_slow
 from training import lines, planted, saved, train_as_worker
 
 from gcnzc.exchange import Group, lockstep
@@ -60,7 +61,11 @@ def of(config, method):
     return replace(config, **METHODS[method])
 
 
-@pytest.mark.parametrize("method", METHODS)
+# a compression, and a method of each family
+QUICK = ("onebit-adam", "topk", "diloco", "muon in diloco", "a2cid2", "backup", "fedglomo")
+
+
+@pytest.mark.parametrize("method", mark_slow(zip(METHODS), lambda method: method not in QUICK))
 def test_one_worker_learns_by_each_method(method, config, tmp_path):
     found = train(replace(of(config, method), evaluate_every=3), tmp_path / "run")
     assert found["test_accuracy"] > 0.6

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 # one byte, or vector, too many ends this process
 PROGRAM = """
@@ -51,6 +53,7 @@ print("Triton")
 """
 
 
+@pytest.mark.processes
 def test_no_gather_reads_before_or_after_the_table():
     command = [sys.executable, "-c", PROGRAM]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
