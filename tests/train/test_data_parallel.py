@@ -115,7 +115,7 @@ def test_gradients_of_shares_equal_those_of_the_whole(kind, inner, graph):
     moved = build(kind, sparse)
     assert not torch.equal(expected.first.weight, moved.first.weight)
     assert torch.equal(expected.unused, moved.unused)
-    for world_size in (2, 5):
+    for world_size in (2, 3):
         replicas = [build(kind, sparse) for _ in range(world_size)]
         lockstep(
             [
