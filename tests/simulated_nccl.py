@@ -27,7 +27,7 @@ from cooperative_threads import Schedule, Threading, replaced
 from happens_before import join
 from simulated_device import Factories, OnDevice, Reads
 
-from gcnzc.exchange import Group, process_group
+from gcnzc.exchange import Group, pending, process_group
 from gcnzc.exchange import group as group_module
 
 WORLD_SIZE = 2
@@ -258,12 +258,12 @@ def nccl_group(seed, without=None):
     nccl = Nccl(device)
     with (
         replaced(
-            *((process_group, "dist", nccl), (group_module, "dist", nccl)),
+            *((module, "dist", nccl) for module in (process_group, pending, group_module)),
             *((process_group, "_all_gather", nccl.all_gather),),
             *((process_group, "_reduce_scatter", nccl.reduce_scatter),),
-            *((process_group, "ThreadPoolExecutor", DeviceExecutor),),
-            *((process_group, "threading", Threading),),
-            *((process_group, "CudaStreams", lambda _: device),),
+            *((pending, "ThreadPoolExecutor", DeviceExecutor),),
+            *((pending, "threading", Threading),),
+            *((pending, "CudaStreams", lambda _: device),),
             *((torch.cuda, "is_initialized", lambda: True),),
             *((torch.cuda, "current_device", lambda: 0), (Reads, "seen", Syncs(device))),
             *((OnDevice, "on_new", device.track), (OnDevice, "on_read", device.read_by_host)),
@@ -276,8 +276,8 @@ def nccl_group(seed, without=None):
         group.backend, group.world_size, group.ranks = "nccl", WORLD_SIZE, [0, 1]
         try:
             yield device, group
-            for channel in group._channels.values():
-                channel.close()
+            for thread in group.threads.values():
+                thread.close()
             device.schedule.join_all()
         except BaseException:
             device.schedule.stop()

@@ -52,7 +52,7 @@ LIBRARIES = {
 # an outside thing, and the modules that may open its door
 DOORS = {
     "torch.distributed": {
-        *(f"gcnzc/exchange/{name}.py" for name in ("group", "init", "process_group")),
+        *(f"gcnzc/exchange/{name}.py" for name in ("group", "init", "pending", "process_group")),
         "gcnzc/cli/launch.py",
         "gcnzc/optim/fully_shard.py",
     },
@@ -66,7 +66,7 @@ DOORS = {
     "torch.cuda.Event": {"gcnzc/system/streams.py", "gcnzc/tune/pcie_bench.py"},
     "torch.cuda.stream": {"gcnzc/system/streams.py"},
     "torch.cuda.current_stream": {
-        "gcnzc/exchange/process_group.py",
+        "gcnzc/exchange/pending.py",
         "gcnzc/system/streams.py",
         "gcnzc/features/cache.py",
         "gcnzc/tune/pcie_bench.py",

@@ -18,14 +18,11 @@ message with a header detects, at most 127 requests later.
 import json
 import threading
 import time
-import zlib
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from gcnzc.exchange.collectives import Collective
-from gcnzc.exchange.requests import Receive, ReceiveAny, Request, Send
+from gcnzc.exchange.request_log import Header, Need, RequestLog
+from gcnzc.exchange.requests import Request
 from gcnzc.exchange.store import Store, StoreThread
 
 # a rank that waits for longer compares its requests with those of other ranks
@@ -34,129 +31,13 @@ STALL_S = 0.5
 COMPARE_S, MAX_COMPARE_S = 0.25, 5.0
 # how long a rank whose connections broke waits for another rank to write the reason
 REASON_S = 1.5
-# requests of each sequence whose headers are kept for comparison; those between two checks of
-# torch's collectives are fewer
-HEADERS_KEPT = 160
-# tag of the message that ends a rank's waits; no header has this tag
-ABORT_TAG = 2**31 - 1
+# the most messages on other channels that an error lists
+MAX_OTHERS = 4
 _VERDICT_KEY = "gcnzc/mismatch"
 
 
 class RequestMismatch(RuntimeError):
     """Ranks made different requests, or wait for one another in a cycle; raised on all of them."""
-
-
-@dataclass(frozen=True)
-class Header:
-    """The description of a request, which ranks compare."""
-
-    number: int
-    """the number of the request in its sequence, from 1"""
-    digest: int
-    """32-bit checksum of this header and of all before it in the sequence"""
-    words: str
-    """kind, dtype, size and caller, which must be the same on all ranks"""
-    sent: dict[int, str] = field(default_factory=dict)
-    """size and dtype sent to each peer, if they differ between peers"""
-    expected: dict[int, str] = field(default_factory=dict)
-    """size and dtype expected from each peer"""
-
-
-NO_HEADER = Header(0, 0, "")
-"""the predecessor of the first header of a sequence"""
-
-
-class Need(NamedTuple):
-    """The request of a peer that a rank waits for."""
-
-    peer: int
-    sequence: str
-    number: int
-    is_for_all: bool = False
-    """whether the rank waits for this request of all ranks; `peer` is one of them"""
-    alternatives: Sequence[tuple[int, str, int]] = ()
-    """peer, sequence and number of several requests, if one of them is enough"""
-
-
-class RequestLog:
-    """The requests that one rank has made, as sequences that must be the same on all ranks.
-
-    The collectives of a channel are one sequence. The messages from one rank to another are one
-    sequence.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.sequences: dict[str, deque[Header]] = {}
-
-    def count(self, sequence: str) -> int:
-        """Return the number of requests in a sequence."""
-        headers = self.sequences.get(sequence)
-        return headers[-1].number if headers else 0
-
-    def find(self, sequence: str, number: int) -> Header | None:
-        """Return the header of a request; None if it is not made yet or no longer kept."""
-        headers = self.sequences.get(sequence)
-        if not headers or not headers[0].number <= number <= headers[-1].number:
-            return None
-        return headers[number - headers[0].number]
-
-    def record(
-        self,
-        sequence: str,
-        words: str,
-        sent: dict[int, str] | None = None,
-        expected: dict[int, str] | None = None,
-        caller: str = "",
-        *,
-        is_ordered: bool = True,
-    ) -> Header:
-        """Add a request to a sequence, and return its header.
-
-        Args:
-            sequence: the name of the sequence.
-            words: kind, dtype and size.
-            sent: size and dtype sent to each peer, if they differ between peers.
-            expected: size and dtype expected from each peer.
-            caller: the caller, which is added to the words; empty for none.
-            is_ordered: whether the digest depends on the requests before this one. If it does not,
-                all requests of the sequence have the same words.
-        """
-        if caller:
-            words = f"{words} for {caller}"
-        headers = self.sequences.get(sequence)
-        if headers is None:
-            kept = HEADERS_KEPT if is_ordered else 1
-            headers = self.sequences[sequence] = deque(maxlen=kept)
-        before = headers[-1] if headers else NO_HEADER
-        digest = zlib.crc32(words.encode(), before.digest if is_ordered else 0)
-        header = Header(before.number + 1, digest, words, sent or {}, expected or {})
-        headers.append(header)
-        return header
-
-    def record_collective(self, channel: str, request: Collective, caller: str = "") -> Header:
-        """Add a collective to the sequence of its channel."""
-        return self.record(channel_sequence(channel), *request.describe_header(), caller)
-
-    def record_message(
-        self, message: Send | Receive, caller: str = "", channel: str = ""
-    ) -> Header:
-        """Add a message to the sequence of its two ranks, of its channel and tag if it has them."""
-        sequence, is_ordered = message.sequence(self.rank, channel, caller), message.tag is None
-        return self.record(sequence, *message.describe_header(), caller, is_ordered=is_ordered)
-
-    def describe_any(self, message: ReceiveAny, caller: str = "") -> Header:
-        """Return the header of a message that a receive from any rank matches."""
-        return RequestLog(self.rank).record("", *message.describe_header(), caller)
-
-
-def channel_sequence(channel: str) -> str:
-    """Return the name of the sequence of a channel's collectives."""
-    return f"channel {channel or 'default'}"
-
-
-# the most messages on other channels that an error lists
-MAX_OTHERS = 4
 
 
 def name_channel(sequence: str) -> str:
@@ -166,29 +47,24 @@ def name_channel(sequence: str) -> str:
     return f" on channel {name}" if name not in ("", "default") else ""
 
 
-def describe_other_channel(started: str, expected: str, ranks: tuple[int, int]) -> str:
-    """Describe that a rank has started messages on another channel than its peer expects.
+def describe_other_channels(pairs: Iterable[tuple[str, str, tuple[int, int]]]) -> list[str]:
+    """Describe messages that ranks have started on other channels than their peers expect.
 
     Args:
-        started, expected: names of sequences of messages.
-        ranks: the rank that has started the messages, and its peer.
+        pairs: names of sequences of messages, the started and the expected one, and two ranks: the
+            one that has started the messages, and its peer.
 
     Returns:
-        The description; empty unless the two differ only in the channel.
+        At most `MAX_OTHERS` descriptions, of pairs that differ only in the channel.
     """
-    is_other = started != expected and started.startswith("messages ")
-    if not is_other or _without_channel(started) != _without_channel(expected):
-        return ""
-    return f"rank {ranks[0]} has started {started}, and rank {ranks[1]} has not"
-
-
-def _without_channel(sequence: str) -> str:
-    return sequence.partition(" on channel ")[0]
-
-
-def message_tag(header: Header, num_bytes: int) -> int:
-    """Return the tag, below `ABORT_TAG`, of a message of a request."""
-    return zlib.crc32(num_bytes.to_bytes(8, "little"), header.digest) % ABORT_TAG
+    found = [
+        f"rank {ranks[0]} has started {started}, and rank {ranks[1]} has not"
+        for started, expected, ranks in pairs
+        if started != expected
+        and started.startswith("messages ")
+        and started.partition(" on channel ")[0] == expected.partition(" on channel ")[0]
+    ]
+    return found[:MAX_OTHERS]
 
 
 def find_difference(ranks: tuple[int, int], sequence: str, one: Header, other: Header) -> str:
@@ -239,7 +115,8 @@ class StallMonitor:
 
     Args:
         store: shared by all ranks.
-        log: this rank's requests.
+        rank: this rank.
+        log: its requests.
         find_busy: returns the sequences whose next requests are made by another thread than the
             one that waits.
         abort: ends all waits of this rank for messages with an error.
@@ -248,11 +125,13 @@ class StallMonitor:
     def __init__(
         self,
         store: Store,
+        rank: int,
         log: RequestLog,
         find_busy: Callable[[], list[str]],
         abort: Callable[[], None],
     ) -> None:
-        self.store, self.log, self.find_busy, self.abort = store, log, find_busy, abort
+        self.store, self.rank, self.log = store, rank, log
+        self.find_busy, self.abort = find_busy, abort
         self.wait: CurrentWait | None = None
         """set and cleared by the thread that makes requests"""
         self.verdict = ""
@@ -325,12 +204,12 @@ class StallMonitor:
             self.find_busy(),
             sequences,
         )
-        self.store.set(f"gcnzc/waits/{self.log.rank}", own.to_json())
+        self.store.set(f"gcnzc/waits/{self.rank}", json.dumps(own))
         return own
 
     def _read(self, rank: int) -> "_Record | None":
         key = f"gcnzc/waits/{rank}"
-        return _Record.from_json(self.store.get(key)) if self.store.check([key]) else None
+        return _parse_record(self.store.get(key)) if self.store.check([key]) else None
 
     def _follow(self, own: "_Record") -> str:
         """Follow the chain of waits from this rank, and compare the requests of adjacent ranks.
@@ -338,7 +217,7 @@ class StallMonitor:
         Returns:
             How requests differ, or the cycle of waits; empty if no mismatch is proved.
         """
-        path, unread, last = {self.log.rank: own}, [self.log.rank], self.log.rank
+        path, unread, last = {self.rank: own}, [self.rank], self.rank
         while unread:
             rank = unread.pop()
             record = path[rank]
@@ -377,15 +256,17 @@ class StallMonitor:
             f"rank {rank} waits for {each.words}{name_channel(each.need.sequence)}"
             for rank, each in cycle.items()
         )
-        others: list[str] = []
-        for rank, each in cycle.items():
-            if each.need.peer in cycle:
-                others += _describe_other_channels(rank, each, cycle[each.need.peer])
-        return "; ".join([f"{waits}, and none of them can continue", *others[:MAX_OTHERS]])
+        others = describe_other_channels(
+            (name, each.need.sequence, (each.need.peer, rank))
+            for rank, each in cycle.items()
+            if each.need.peer in cycle
+            for name, headers in cycle[each.need.peer].sequences.items()
+            if headers and not each.has_made(name, headers[-1].number)
+        )
+        return "; ".join([f"{waits}, and none of them can continue", *others])
 
 
-@dataclass(frozen=True)
-class _Record:
+class _Record(NamedTuple):
     """The record that a waiting rank writes to the store."""
 
     number: int
@@ -404,41 +285,25 @@ class _Record:
         headers = self.sequences.get(sequence, [])
         return any(each.number >= number for each in headers[-1:])
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: bytes) -> "_Record":
-        fields = json.loads(text)
-        fields["need"] = Need(*fields["need"])
-        fields["sequences"] = {
-            name: [_header(**each) for each in headers]
-            for name, headers in fields["sequences"].items()
-        }
-        return cls(**fields)
-
-
-def _header(
-    number: int, digest: int, words: str, sent: dict[str, str], expected: dict[str, str]
-) -> Header:
-    # JSON turns integer keys into strings
-    by_rank = ({int(rank): each for rank, each in part.items()} for part in (sent, expected))
-    return Header(number, digest, words, *by_rank)
+def _parse_record(text: bytes) -> _Record:
+    number, began_s, words, need, busy, sequences = json.loads(text)
+    parsed = {
+        # JSON turns integer keys into strings
+        name: [
+            Header(
+                *each[:3], *({int(rank): size for rank, size in part.items()} for part in each[3:])
+            )
+            for each in headers
+        ]
+        for name, headers in sequences.items()
+    }
+    return _Record(number, began_s, words, Need(*need), busy, parsed)
 
 
 def _find_alternatives(need: Need, path: dict[int, _Record]) -> Sequence[tuple[int, str, int]]:
     """Return peer, sequence and number of the requests of which one ends a wait."""
     return need.alternatives or [(_find_peer(need, path), need.sequence, need.number)]
-
-
-def _describe_other_channels(rank: int, own: _Record, peer: _Record) -> list[str]:
-    """Describe the messages that the peer has started on other channels than a rank waits on."""
-    found = (
-        describe_other_channel(name, own.need.sequence, (own.need.peer, rank))
-        for name, headers in peer.sequences.items()
-        if headers and not own.has_made(name, headers[-1].number)
-    )
-    return [each for each in found if each]
 
 
 def _find_peer(need: Need, path: dict[int, _Record]) -> int:

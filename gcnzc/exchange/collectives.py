@@ -25,7 +25,7 @@ rank sent from that memory.
 """
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -37,25 +37,24 @@ from torch import Tensor
 
 from gcnzc.exchange.requests import (
     Algorithm,
-    BaseRequest,
+    Exchange,
     HeaderFields,
     Receive,
     Scratch,
     Send,
     Start,
     Wait,
-    count_bytes,
     describe_size,
     require,
 )
 
-# size of the cache of each kind's header descriptions; a training run has few shapes
-DESCRIPTIONS_KEPT = 1024
+# size of the cache of header descriptions; a training run has few shapes
+DESCRIPTIONS_KEPT = 4096
 # turns of a ring whose receives are posted ahead
 LOOK_AHEAD = 16
 
 
-class Collective(BaseRequest, ABC):
+class Collective(Exchange):
     """A request that all ranks make together.
 
     A subclass has the checks of a collective and its messages. Headers and ledgers use the name of
@@ -99,10 +98,6 @@ class Collective(BaseRequest, ABC):
         """
 
     @abstractmethod
-    def describe_header(self) -> HeaderFields:
-        """Describe the request for its header; the results are cached, and must not be changed."""
-
-    @abstractmethod
     def messages(self, rank: int, world_size: int, *, is_builtin: bool) -> Algorithm[Any]:
         """Execute the request by point-to-point messages, and return its answer.
 
@@ -112,12 +107,12 @@ class Collective(BaseRequest, ABC):
             is_builtin: whether to send the messages of gloo's algorithm.
         """
 
-    @abstractmethod
     def sent_bytes(self, rank: int, world_size: int) -> float:
         """Return the bytes that a rank sends, by the formula of gloo's algorithm.
 
         The formula is exact if the number of elements is a multiple of the number of ranks.
         """
+        return (world_size - 1) * self.num_bytes
 
     def copy_to_host(self, to_host: Callable[[Tensor], Tensor]) -> "Collective":
         """Return the request with copies of its tensors on the host."""
@@ -134,14 +129,17 @@ class TensorCollective(Collective):
 
     values: Tensor
 
+    is_in_place: ClassVar[bool] = False
+    """whether the answer is written to the values"""
+
     @property
     def num_bytes(self) -> int:
         """The bytes of the values."""
-        return count_bytes(self.values)
+        return self.values.nbytes
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether the values are on a GPU."""
+        """See `Exchange`."""
         return self.values.is_cuda
 
     def check(self, world_size: int) -> None:
@@ -157,17 +155,19 @@ class TensorCollective(Collective):
         return _describe(type(self).__name__, self.values.numel(), self.values.dtype)
 
     def copy_to_host(self, to_host: Callable[[Tensor], Tensor]) -> "TensorCollective":
-        """Return the request with a copy of the values on the host."""
+        """See `Collective`."""
         return replace(self, values=to_host(self.values))
 
     def copy_answer(self, answer: Tensor) -> Tensor:
-        """Return a copy of the answer on the device of the values."""
+        """See `Collective`."""
+        if self.is_in_place:
+            return self.values.copy_(answer)
         return answer.to(self.values.device)
 
 
-@lru_cache(maxsize=DESCRIPTIONS_KEPT)
-def _describe(name: str, num_elements: int, dtype: torch.dtype) -> HeaderFields:
-    return f"{name} of {describe_size(num_elements, dtype)}", {}, {}
+@lru_cache(DESCRIPTIONS_KEPT)
+def _describe(name: str, num_elements: int, dtype: torch.dtype, suffix: str = "") -> HeaderFields:
+    return f"{name} of {describe_size(num_elements, dtype)}{suffix}", {}, {}
 
 
 # all-reduce: sums are equal on all ranks bit for bit, since an element is either summed on one
@@ -179,6 +179,7 @@ class AllReduce(TensorCollective):
 
     __slots__ = ()
 
+    is_in_place = True
     small_bytes = 32 * 1024
     small_bytes_started = 16 * 1024
 
@@ -204,10 +205,6 @@ class AllReduce(TensorCollective):
     def sent_bytes(self, rank: int, world_size: int) -> float:
         """Return the bytes that a rank sends, by the formula of a ring."""
         return 2 * (world_size - 1) / world_size * self.num_bytes
-
-    def copy_answer(self, answer: Tensor) -> Tensor:
-        """Copy the answer to the values, and return them."""
-        return self.values.copy_(answer)
 
 
 @dataclass(eq=False, slots=True)
@@ -371,10 +368,6 @@ class AllGather(TensorCollective):
         rows = yield from algorithm(as_bytes(self.values), rank, world_size)
         return from_bytes(rows, self.values, world_size, *self.values.shape)
 
-    def sent_bytes(self, rank: int, world_size: int) -> float:
-        """Return the bytes that a rank sends, the same for all algorithms."""
-        return (world_size - 1) * self.num_bytes
-
 
 @dataclass(slots=True)
 class AllGatherScalar(Collective):
@@ -382,6 +375,8 @@ class AllGatherScalar(Collective):
 
     value: int | float
     """sent as int64 or float64; of the same type on all ranks"""
+
+    is_on_gpu = False
 
     @property
     def num_bytes(self) -> int:
@@ -406,17 +401,10 @@ class AllGatherScalar(Collective):
         self, rank: int, world_size: int, *, is_builtin: bool
     ) -> Algorithm[tuple[int | float, ...]]:
         """Gather the numbers of all ranks by point-to-point messages."""
-        rows = yield from doubling_gather(self._to_tensor(), rank, world_size)
-        return tuple(rows[:, 0].tolist())
-
-    def sent_bytes(self, rank: int, world_size: int) -> float:
-        """Return the bytes that a rank sends."""
-        return (world_size - 1) * self.num_bytes
-
-    def _to_tensor(self) -> Tensor:
-        """Return the number as (1,) int64 or float64."""
         dtype = torch.float64 if isinstance(self.value, float) else torch.int64
-        return torch.tensor([self.value], dtype=dtype)
+        number = torch.tensor([self.value], dtype=dtype)
+        rows = yield from doubling_gather(number, rank, world_size)
+        return tuple(rows[:, 0].tolist())
 
 
 def doubling_gather(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
@@ -466,6 +454,7 @@ class Broadcast(TensorCollective):
     """the rank that sends its values"""
 
     is_from_all = False
+    is_in_place = True
     small_bytes = small_bytes_started = -1
 
     def check(self, world_size: int) -> None:
@@ -478,7 +467,8 @@ class Broadcast(TensorCollective):
 
     def describe_header(self) -> HeaderFields:
         """Describe the size, dtype and root, which must be the same on all ranks."""
-        return _describe_broadcast(self.values.numel(), self.values.dtype, self.root)
+        suffix = f" from rank {self.root}"
+        return _describe("Broadcast", self.values.numel(), self.values.dtype, suffix)
 
     def messages(self, rank: int, world_size: int, *, is_builtin: bool) -> Algorithm[Tensor]:
         """Send the values of the root to all ranks, by point-to-point messages."""
@@ -494,20 +484,11 @@ class Broadcast(TensorCollective):
             step *= 2
         return count * self.num_bytes
 
-    def copy_answer(self, answer: Tensor) -> Tensor:
-        """Copy the answer to the values, and return them."""
-        return self.values.copy_(answer)
-
     def copy_back(self, flat: Tensor) -> Tensor:
         """Return the values, after copying their bytes to them if `as_bytes` has copied them."""
         if not self.values.is_contiguous():
             self.values.copy_(from_bytes(flat, self.values))
         return self.values
-
-
-@lru_cache(maxsize=DESCRIPTIONS_KEPT)
-def _describe_broadcast(num_elements: int, dtype: torch.dtype, root: int) -> HeaderFields:
-    return f"Broadcast of {describe_size(num_elements, dtype)} from rank {root}", {}, {}
 
 
 def binomial(values: Tensor, root: int, rank: int, world_size: int) -> Algorithm[Tensor]:
@@ -544,7 +525,7 @@ class AllToAll(Collective):
     @property
     def num_bytes(self) -> int:
         """The bytes of all parts."""
-        return sum(count_bytes(part) for part in self.parts)
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def is_on_gpu(self) -> bool:
@@ -597,7 +578,7 @@ class AllToAll(Collective):
 
     def sent_bytes(self, rank: int, world_size: int) -> float:
         """Return the bytes that a rank sends to others, with the lengths if they are exchanged."""
-        own = count_bytes(self.parts[rank])
+        own = self.parts[rank].nbytes
         return self.num_bytes - own + (8 * (world_size - 1) if self.counts is None else 0)
 
     def copy_to_host(self, to_host: Callable[[Tensor], Tensor]) -> "AllToAll":
@@ -634,7 +615,7 @@ class ReduceScatter(TensorCollective):
         return (world_size - 1) / world_size * self.num_bytes
 
 
-@lru_cache(maxsize=DESCRIPTIONS_KEPT)
+@lru_cache(DESCRIPTIONS_KEPT)
 def _describe_parts(
     dtype: torch.dtype, lengths: tuple[int, ...], counts: tuple[int, ...] | None
 ) -> HeaderFields:
@@ -730,7 +711,7 @@ class SendReceive(TensorCollective):
         return 0 if self.peer == rank else self.num_bytes
 
 
-@lru_cache(maxsize=DESCRIPTIONS_KEPT)
+@lru_cache(DESCRIPTIONS_KEPT)
 def _describe_pair(num_elements: int, dtype: torch.dtype, peer: int) -> HeaderFields:
     size = describe_size(num_elements, dtype)
     return "SendReceive", {peer: size}, {peer: size}

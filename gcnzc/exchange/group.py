@@ -8,73 +8,28 @@ executes the requests with tensors on GPUs, and gloo those with tensors on the h
 import os
 import socket
 import threading
-import time
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from gcnzc.exchange.agreement import CurrentWait, Need, StallMonitor, mismatch
-from gcnzc.exchange.collectives import AllGatherScalar, Collective
-from gcnzc.exchange.errors import (
-    REMEDY,
-    ConnectionBroken,
-    WorkerLost,
-    check_time_limit,
-    network,
-    reject,
-)
-from gcnzc.exchange.heartbeat import (
-    HeartbeatMonitor,
-    StoreHost,
-    describe_rank,
-    explain,
-    worker_lost,
-)
-from gcnzc.exchange.launch import (
-    is_worker,
-    read_local_rank,
-    read_local_world_size,
-    read_ranks,
-)
-from gcnzc.exchange.process_group import (
-    TIMES_KEPT,
-    Channel,
-    Connection,
-    T,
-    abandon,
-    find_first_need,
-    new_process_group,
-    wait_for_first,
-)
-from gcnzc.exchange.requests import (
-    DEFAULT_CHANNEL,
-    Abandon,
-    Algorithm,
-    Caller,
-    Compute,
-    First,
-    Message,
-    Now,
-    Receive,
-    ReceiveAny,
-    Request,
-    Scratch,
-    Send,
-    Start,
-    Wait,
-    check_kind,
-    require,
-    yield_request,
-)
-from gcnzc.exchange.store import StoreRequests
+from gcnzc.exchange.agreement import StallMonitor
+from gcnzc.exchange.collectives import AllGatherScalar
+from gcnzc.exchange.engine import Task
+from gcnzc.exchange.errors import REMEDY, ConnectionBroken, WorkerLost, check_time_limit, network
+from gcnzc.exchange.heartbeat import HeartbeatMonitor, StoreHost
+from gcnzc.exchange.launch import is_worker, read_local_rank, read_local_world_size, read_ranks
+from gcnzc.exchange.process_engine import ProcessEngine
+from gcnzc.exchange.process_group import Channel
+from gcnzc.exchange.requests import Algorithm, Message, Start, require, yield_request
 from gcnzc.system.arguments import check_integer
+
+T = TypeVar("T")
 
 # default time limit of a wait for a message
 TIMEOUT_S = 60.0
@@ -97,7 +52,7 @@ def run(algorithm: Algorithm[T], group: "Group") -> T:
     return group.run(algorithm)
 
 
-class Group(Connection):
+class Group(ProcessEngine):
     """A group of ranks that communicate; this process is one of them.
 
     One thread at a time runs algorithms on a group: `run` raises an error in a second thread, since
@@ -135,43 +90,22 @@ class Group(Connection):
         world_size = check_integer("world_size", world_size, 1)
         hint = f"the ranks of a group are 0 to world_size - 1, here {world_size - 1}"
         rank = check_integer("rank", rank, 0, world_size - 1, hint)
-        super().__init__(rank, world_size, backend, ranks, check_time_limit(timeout_s))
-        self.store, self.remedy, self.is_closed = store, remedy, False
+        timeout_s = check_time_limit(timeout_s)
+        super().__init__(rank, world_size, backend, store, timeout_s, ranks, remedy)
         self._subgroups: list[Group] = []
-        # an RLock: nested calls of the same thread are allowed, and acquiring it is a single C call
-        self._running, self._process = threading.RLock(), os.getpid()
+        self._num_callers = 0
         self.local_rank = read_local_rank() if store else 0
         self.local_world_size = read_local_world_size() if store else 1
-        # start and end of each wait for the result of a request, by time.perf_counter
-        self.waits: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
-        # other requests are collectives
-        self._handlers: dict[type, Callable[[Any], Any]] = {
-            Caller: self._set_caller,
-            Compute: Compute.sleep,
-            Now: lambda _: time.monotonic(),
-            Scratch: lambda request: torch.empty_like(request.values),
-            Send: self._run_message,
-            Receive: self._run_message,
-            ReceiveAny: self._run_message,
-            Start: self._start,
-            Wait: self._wait,
-            First: self._wait_for_first,
-            Abandon: abandon,
-        }
-        stored = StoreRequests(store, self.timeout_s, self.ledger, world_size)
-        self._handlers |= dict.fromkeys(stored.kinds, partial(self._run_request, stored.execute))
-        self._num_callers = 0
-        self._channels: dict[str, Channel] = {}
-        self._default_channel = self.channel("")
-        self.monitor, self._stall_monitor = monitor, None
+        self.channel("")
+        self.monitor = monitor
         if store is not None:
             if monitor is None:
                 host = socket.gethostname()
                 self.monitor = HeartbeatMonitor(
                     store, rank, world_size, host, store_host, self.ranks
                 )
-            self._stall_monitor = StallMonitor(
-                store, self.log, self._find_busy_sequences, self._abort
+            self.stall_monitor = StallMonitor(
+                store, rank, self.log, self.find_busy_sequences, self.abort
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
@@ -183,22 +117,55 @@ class Group(Connection):
         members = self.ranks if self.is_subgroup else None
         return _unpickle_group, (self.rank, self.world_size, members, bool(self.backend))
 
-    def channel(self, name: str) -> "Channel":
+    def channel(self, name: str) -> Channel:
         """Return the channel with a name, which executes requests one after the other.
 
         The first call with a name creates it; all ranks must create channels in the same order.
         """
-        if name not in self._channels:
-            self._check_process()
-            process_group = None
-            if name and self.world_size > 1:
-                # otherwise, if a rank does not create the channel, the others would wait forever
-                self._default_channel.check_agreement(f"the opening of channel {name}")
-            if self.world_size > 1 and self.backend:
-                with network():
-                    process_group = new_process_group(self, name)
-            self._channels[name] = Channel(self, name, process_group)
-        return self._channels[name]
+        return self.channels.get(name) or self._create_channel(name, "")
+
+    def open_channel(self, task: Task, channel: str, request: Start) -> None:
+        """See `Engine`."""
+        started = request.request
+        if isinstance(started, Message):
+            on_gpu = f"{started.describe()} on a channel has a tensor on a GPU"
+            hint = "copy it to the host, or start the message without a channel"
+            require(not started.is_on_gpu, on_gpu, hint)
+        if channel not in self.channels:
+            create = partial(self._create_channel, channel, task.caller)
+            self.execute(task, create, request, self.channels[""].find_need)
+
+    def _create_channel(self, name: str, caller: str) -> Channel:
+        self.check_process()
+        process_group = None
+        if name and self.world_size > 1:
+            # otherwise, if a rank does not create the channel, the others would wait forever
+            self.channels[""].check_agreement(f"the opening of channel {name}", caller)
+        if self.world_size > 1 and self.backend:
+            with network():
+                process_group = self._new_process_group(name)
+        self.channels[name] = Channel(self, name, process_group)
+        return self.channels[name]
+
+    def _new_process_group(self, name: str) -> Any:
+        """Create the process group of a channel; None to use torch.distributed's default one.
+
+        A default process group without a backend for tensors on the host, as that of
+        `init_process_group("nccl")`, is not used. The new ones have its backends, and gloo.
+
+        Args:
+            name: the name of the channel; empty for the default channel.
+        """
+        backends = None
+        if dist.is_initialized() and "cpu:" not in (config := dist.get_backend_config()):
+            backends = f"cpu:gloo,{config}"
+        options: dict[str, Any] = {
+            "timeout": timedelta(seconds=self.timeout_s), "backend": backends,
+        }  # fmt: skip
+        if self.is_subgroup:
+            # ranks outside the group do not call this
+            return dist.new_group(self.ranks, use_local_synchronization=True, **options)
+        return dist.new_group(**options) if name or backends else None
 
     def new_caller(self, kind: str) -> str:
         """Return a unique name for a `Caller`: its kind and a number.
@@ -207,12 +174,6 @@ class Group(Connection):
         """
         self._num_callers += 1
         return f"{kind} number {self._num_callers}"
-
-    def _set_caller(self, request: Caller) -> str:
-        """Set the caller of the requests that follow, and return the previous one."""
-        before, self.caller = self.caller, request.name
-        self._default_channel.caller = request.name
-        return before
 
     def subgroup(self, ranks: Iterable[int]) -> "Group":
         """Create a group of some ranks of this group, such as those with replicas of one shard.
@@ -230,7 +191,7 @@ class Group(Connection):
             ValueError: this rank is not a member, or a rank is not in this group.
             WorkerLost: not all members created the group within `timeout_s`.
         """
-        self._check_process()
+        self.check_process()
         members = sorted(set(ranks))
         require(
             self.rank in members and 0 <= members[0] <= members[-1] < self.world_size,
@@ -276,15 +237,6 @@ class Group(Connection):
         members = [rank for rank, each in enumerate(firsts) if each == first]
         self.local_rank, self.local_world_size = members.index(self.rank), len(members)
 
-    def _find_busy_sequences(self) -> list[str]:
-        """Return the names of the request sequences of channels with unfinished tasks."""
-        return [each.sequence for each in list(self._channels.values()) if each.is_busy]
-
-    def _abort(self) -> None:
-        """Close this rank's gloo connections, which ends its waits and those of its peers."""
-        for channel in list(self._channels.values()):
-            channel.abort()
-
     def set_status(self, step: int, activity: str) -> None:
         """Set this rank's step and activity, which error messages of all ranks show.
 
@@ -296,11 +248,6 @@ class Group(Connection):
         """
         if self.monitor is not None:
             self.monitor.set_status(step, activity)
-
-    def count_step(self, num_steps: int) -> None:
-        """Count an optimizer step for error messages; see `HeartbeatMonitor.count_step`."""
-        if self.monitor is not None:
-            self.monitor.count_step(num_steps)
 
     def pop_request_intervals(self) -> list[tuple[float, float]]:
         """Return and clear the start and end of this rank's waits for requests.
@@ -319,143 +266,6 @@ class Group(Connection):
         # the channels' threads may append meanwhile
         return [self.overlapped.popleft() for _ in range(len(self.overlapped))]
 
-    @property
-    def num_staging_buffers(self) -> int:
-        """The number of scratch and staging buffers that have been allocated."""
-        return sum(channel.buffers.num_allocated for channel in self._channels.values())
-
-    def run(self, algorithm: Algorithm[T]) -> T:
-        """Run a distributed algorithm; see `gcnzc.exchange.run`.
-
-        Raises:
-            RuntimeError: the group is closed or not connected; another thread runs an algorithm on
-                it; or this process is a fork of the one that connected the group.
-        """
-        self._check_process()
-        if not self._running.acquire(blocking=False):
-            raise RuntimeError(
-                f"thread {threading.current_thread().name} of rank {self.rank} started an "
-                "algorithm on a group while another thread runs one\n\nhint: use a group in one "
-                "thread at a time, and overlap requests with Start"
-            )
-        answer, lost, self.caller, self._default_channel.caller = None, None, "", ""
-        try:
-            while True:
-                request = algorithm.send(answer) if lost is None else algorithm.throw(lost)
-                try:
-                    answer, lost = self._answer(request), None
-                except WorkerLost as error:
-                    # the algorithm may continue without that rank
-                    lost = error
-        except StopIteration as stop:
-            return stop.value
-        except WorkerLost as error:
-            lost = None  # its traceback refers to this frame
-            if self.monitor is not None:
-                is_follow_up, ranks = error.is_follow_up, error.reason_ranks
-                self.monitor.stop(error.reason, is_follow_up=is_follow_up, ranks=ranks)
-            raise
-        finally:
-            self._running.release()
-
-    def _check_process(self) -> None:
-        if self.backend and os.getpid() != self._process:
-            raise RuntimeError(
-                f"process {os.getpid()} uses the group of rank {self.rank}, which process "
-                f"{self._process} has connected\n\nhint: communicate in the process that called "
-                "init_group(); a process that it forks has no connections"
-            )
-
-    def _answer(self, request: Request) -> Any:
-        is_connected = self.world_size == 1 or (self.backend and not self.is_closed)
-        if not is_connected and type(request) is not Caller:
-            self._reject(request)
-        return self._handlers.get(type(request), self._run_collective)(request)
-
-    def _reject(self, request: Request) -> None:
-        """Raise the error of a request to a group that is not connected, or closed."""
-        if self.backend and self.monitor is not None:
-            self.monitor.stop("its group is closed")
-            # otherwise the other ranks would wait for the time limit
-            self._abort()
-        what = request.describe()
-        reject(self.rank, self.world_size, what, is_closed=bool(self.backend))
-
-    def _run_collective(self, request: Collective) -> Any:
-        check_kind(request, Collective, "an algorithm yields")
-        channel = self._default_channel
-        return self._execute(lambda: channel.execute(request), request, channel.find_need)
-
-    def _run_message(self, message: Message) -> Any:
-        work = self._start_message(message, message)
-        return self._execute(work.result, message, work.find_need)
-
-    def _start(self, request: Start) -> Any:
-        started = request.request
-        if isinstance(started, Message) and not request.channel:
-            return self._start_message(started, request)
-        name = request.channel or DEFAULT_CHANNEL
-        channel = self._channels.get(name) or self._execute(
-            lambda: self.channel(name), request, self._default_channel.find_need
-        )
-        return self._execute(lambda: channel.start(started), request, lambda: None, is_wait=False)
-
-    def _start_message(self, message: Message, request: Request) -> Any:
-        """Start a message; `request` is the message or its `Start`, for errors."""
-        start = partial(self._default_channel.start_message, message, self.caller)
-        return self._execute(start, request, lambda: None, is_wait=False)
-
-    def _wait(self, request: Wait) -> Any:
-        return self._execute(request.pending.result, request, request.pending.find_need)
-
-    def _wait_for_first(self, request: First) -> Any:
-        need = partial(find_first_need, request)
-        return self._execute(lambda: wait_for_first(request), request, need)
-
-    def _run_request(self, function: Callable[[Any], Any], request: Request) -> Any:
-        return self._execute(lambda: function(request), request, lambda: None)
-
-    def _execute(
-        self,
-        function: Callable[[], Any],
-        request: Request,
-        find_need: Callable[[], Need | None],
-        *,
-        is_wait: bool = True,
-    ) -> Any:
-        """Execute a request; if the network fails, raise an error that names the cause.
-
-        Args:
-            function: executes it.
-            request: the request.
-            find_need: returns the request of a peer that this request waits for, if any.
-            is_wait: whether `pop_request_intervals` includes the time of this request.
-        """
-        began = time.perf_counter()
-        if self._stall_monitor is not None:
-            self._stall_monitor.wait = CurrentWait(began, request, find_need)
-        try:
-            answer = function()
-            if self.world_size > 1 and is_wait:
-                self.waits.append((began, time.perf_counter()))
-            return answer
-        except ConnectionBroken as error:
-            assert self.monitor is not None, "a single rank has no connections"
-            assert self._stall_monitor is not None, "a connected group has a stall monitor"
-            if reason := self._stall_monitor.find_reason():
-                self.monitor.stop(f"the ranks' requests do not match: {reason}")
-                raise mismatch(reason) from error.__cause__
-            waited_s = time.perf_counter() - began
-            failure = explain(self.monitor, error.__cause__)
-            limit = f"; the time limit of a wait is {self.timeout_s:g} s"
-            # NCCL has the time limit of its process group
-            hint = (error.hint or self.remedy) + (limit if self.backend == "gloo" else "")
-            waited = describe_rank(self.rank, self.ranks), waited_s, self.monitor.step
-            raise worker_lost(*waited, request.describe(), failure, hint) from error.__cause__
-        finally:
-            if self._stall_monitor is not None:
-                self._stall_monitor.wait = None
-
     def close(self, reason: str = "") -> None:
         """Stop the threads of the channels and the heartbeats, also of all subgroups.
 
@@ -468,10 +278,10 @@ class Group(Connection):
             return
         for group in self._subgroups:
             group.close(reason)
-        for channel in self._channels.values():
-            channel.close()
-        if self._stall_monitor is not None:
-            self._stall_monitor.close()
+        for thread in self.threads.values():
+            thread.close()
+        if self.stall_monitor is not None:
+            self.stall_monitor.close()
         if self.monitor is not None:
             self.monitor.stop(reason)
 

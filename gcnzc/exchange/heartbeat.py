@@ -128,7 +128,7 @@ class HeartbeatMonitor:
         self.activity, self.end_reason, self.is_follow_up = "start", "", False
         self.reason_ranks: Sequence[int] = ()
         self.is_step_counted = True
-        """whether `count_step` sets the step, because `set_status` was not called"""
+        """whether `Group.count_step` sets the step, because `set_status` was not called"""
         self.parent = os.getppid()
         self.has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
         self.stopped = threading.Event()
@@ -139,16 +139,6 @@ class HeartbeatMonitor:
     def set_status(self, step: int, activity: str) -> None:
         """Set the step and activity of the next heartbeats; does not access the store."""
         self.step, self.activity, self.is_step_counted = step, activity, False
-
-    def count_step(self, num_steps: int) -> None:
-        """Set the step at the begin of an optimizer step, unless `set_status` was called.
-
-        Args:
-            num_steps: the number of steps that the optimizer has taken. The step is larger if a
-                group has several optimizers, because it also increases with each call.
-        """
-        if self.is_step_counted:
-            self.step, self.activity = max(self.step or 0, num_steps) + 1, "training"
 
     def write(self) -> None:
         """Write one heartbeat of this rank."""
@@ -469,19 +459,19 @@ def explain(monitor: HeartbeatMonitor, error: BaseException | None) -> Failure:
 
 
 def worker_lost(
-    who: str, waited_s: float, step: int | None, what: str, failure: Failure, hint: str
+    monitor: HeartbeatMonitor, waited_s: float, what: str, failure: Failure, hint: str
 ) -> WorkerLost:
     """Return the error of a wait that failed.
 
     Args:
-        who: the rank that waited.
+        monitor: has the rank that waited, and its step.
         waited_s: for how many seconds.
-        step: in which step; None if it is not known.
         what: the request that it waited for.
         failure: why it failed.
         hint: the remedy.
     """
-    in_step = "" if step is None else f" in step {step}"
+    who = describe_rank(monitor.rank, monitor.global_ranks)
+    in_step = "" if monitor.step is None else f" in step {monitor.step}"
     text = f"{who} waited {waited_s:.0f} s{in_step} for {what}: {failure.text}\n\nhint: {hint}"
     error = WorkerLost(text)
     error.reason, error.is_follow_up = failure.reason, failure.is_follow_up

@@ -9,7 +9,7 @@ The collectives are in `gcnzc.exchange.collectives`.
 """
 
 import time
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from types import UnionType
@@ -39,7 +39,7 @@ def require(is_valid: object, what: str, hint: str) -> None:
         raise ValueError(f"{what}\n\nhint: {hint}")
 
 
-class BaseRequest:
+class Request:
     """The base class of all requests."""
 
     __slots__ = ()
@@ -48,13 +48,23 @@ class BaseRequest:
         """Describe the request, for error messages."""
         return type(self).__name__
 
+
+class Exchange(Request, ABC):
+    """A request that needs a request of another rank: a message or a collective."""
+
+    __slots__ = ()
+
     @property
+    @abstractmethod
     def is_on_gpu(self) -> bool:
         """Whether the tensors of the request are on a GPU."""
-        return False
+
+    @abstractmethod
+    def describe_header(self) -> HeaderFields:
+        """Describe what ranks compare; the result may be cached, and must not be changed."""
 
 
-class Message(BaseRequest, ABC):
+class Message(Exchange):
     """The base of `Send`, `Receive` and `ReceiveAny`.
 
     Without a tag, the messages from one rank to another are received in the order in which they are
@@ -70,13 +80,14 @@ class Message(BaseRequest, ABC):
 
     def describe(self) -> str:
         """Describe the size, the peer and the tag of the message, for error messages."""
-        peer = "" if isinstance(self, ReceiveAny) else f" with rank {self.peer}"  # type: ignore[attr-defined]
+        peer = getattr(self, "peer", None)
+        with_peer = "" if peer is None else f" with rank {peer}"
         tag = "" if self.tag is None else f" with tag {self.tag}"
-        return f"{type(self).__name__} of {count_bytes(self.values):,} bytes{peer}{tag}"
+        return f"{type(self).__name__} of {self.values.nbytes:,} bytes{with_peer}{tag}"
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether the values are on a GPU."""
+        """See `Exchange`."""
         return self.values.is_cuda
 
     def check(self, rank: int, world_size: int) -> None:
@@ -109,16 +120,26 @@ class Message(BaseRequest, ABC):
         )
 
     def describe_header(self) -> HeaderFields:
-        """Describe the message for its header: its size and dtype, and its tag if it has one."""
+        """Describe the size and dtype of the message, and its tag if it has one."""
         size = describe_size(self.values.numel(), self.values.dtype)
         return size if self.tag is None else f"{size} with tag {self.tag}", {}, {}
 
-    def name_sequence(self, sender: int, receiver: int, channel: str, caller: str) -> str:
-        """Return the name of the sequence of messages that this one belongs to.
+    def sequence(
+        self, rank: int, channel: str = "", caller: str = "", peer: int | None = None
+    ) -> str:
+        """Return the name of the sequence of messages that this one of `rank` belongs to.
 
         The messages of a tag, size, dtype and caller are a sequence, since only these must be
         received in the order in which they are sent.
+
+        Args:
+            rank: the rank whose request it is.
+            channel: the channel; empty for none.
+            caller: the caller; empty for none.
+            peer: the sender, for a `ReceiveAny`.
         """
+        other = self.peer if peer is None else peer  # type: ignore[attr-defined]
+        sender, receiver = (rank, other) if isinstance(self, Send) else (other, rank)
         what = ""
         if self.tag is not None:
             what = f" of {self.describe_header()[0]}" + (f" for {caller}" if caller else "")
@@ -141,10 +162,6 @@ class Send(Message):
     """at least 0; messages with different tags may be received in another order than they are sent.
     None: messages are received in order"""
 
-    def sequence(self, rank: int, channel: str = "", caller: str = "") -> str:
-        """Return the name of the sequence of messages that this one of `rank` belongs to."""
-        return self.name_sequence(rank, self.peer, channel, caller)
-
 
 @dataclass(eq=False, slots=True)
 class Receive(Message):
@@ -156,10 +173,6 @@ class Receive(Message):
     """the rank that sends the message"""
     tag: int | None = None
     """the tag of the message; None for the next message without a tag"""
-
-    def sequence(self, rank: int, channel: str = "", caller: str = "") -> str:
-        """Return the name of the sequence of messages that this one of `rank` belongs to."""
-        return self.name_sequence(self.peer, rank, channel, caller)
 
 
 @dataclass(eq=False, slots=True)
@@ -180,7 +193,7 @@ class ReceiveAny(Message):
 
 
 @dataclass(eq=False, slots=True)
-class Scratch(BaseRequest):
+class Scratch(Request):
     """Allocate scratch memory; the answer is an uninitialized tensor like `values`.
 
     It is valid until the end of the algorithm that yields this request, such as a ring all-reduce.
@@ -190,11 +203,11 @@ class Scratch(BaseRequest):
 
     def describe(self) -> str:
         """Describe the size, for error messages."""
-        return f"Scratch of {count_bytes(self.values):,} bytes"
+        return f"Scratch of {self.values.nbytes:,} bytes"
 
 
 @dataclass(slots=True)
-class Caller(BaseRequest):
+class Caller(Request):
     """Set the name of the caller of the requests that follow, such as an optimizer.
 
     The name is part of the requests' headers, so equal requests of different callers are a
@@ -206,7 +219,7 @@ class Caller(BaseRequest):
 
 
 @dataclass(slots=True)
-class Compute(BaseRequest):
+class Compute(Request):
     """Simulate a computation: `lockstep` advances the clock of the simulation, `run` sleeps."""
 
     seconds: float
@@ -228,7 +241,7 @@ class Compute(BaseRequest):
 
 
 @dataclass(slots=True)
-class Now(BaseRequest):
+class Now(Request):
     """Read the clock; the answer is the time in seconds, from an arbitrary beginning.
 
     `lockstep` answers the virtual time, and `run` that of `time.monotonic`. The clocks of ranks
@@ -237,7 +250,7 @@ class Now(BaseRequest):
 
 
 @dataclass(eq=False, slots=True)
-class Start(BaseRequest):
+class Start(Request):
     """Start a request, or a whole algorithm, that is overlapped with the requests that follow.
 
     The answer is a handle for `Wait`. The tensors of the request must not be used before the answer
@@ -262,7 +275,7 @@ class Start(BaseRequest):
 
 
 @dataclass(eq=False, slots=True)
-class Wait(BaseRequest):
+class Wait(Request):
     """Wait for a started request; the answer is the request's answer."""
 
     pending: Any
@@ -274,7 +287,7 @@ class Wait(BaseRequest):
 
 
 @dataclass(eq=False, slots=True)
-class First(BaseRequest):
+class First(Request):
     """Wait until one of several requests on channels has ended, or for a limited time.
 
     The answer is the index of a request in `pending` that has ended, the smallest index if several
@@ -293,7 +306,7 @@ class First(BaseRequest):
 
 
 @dataclass(eq=False, slots=True)
-class Abandon(BaseRequest):
+class Abandon(Request):
     """Stop waiting for a `Receive` on a channel, a collective or an algorithm; the answer is None.
 
     It still runs before the next request of its channel. A message that arrives still overwrites
@@ -306,7 +319,7 @@ class Abandon(BaseRequest):
     """the answer of `Start`"""
 
 
-class StoreRequest(BaseRequest, ABC):
+class StoreRequest(Request, ABC):
     """The base of requests to the store, which has values of bytes by key, common to all ranks.
 
     The store executes requests one after the other. It is independent of messages and collectives:
@@ -435,30 +448,8 @@ def _shorten(value: object) -> str:
     return text if len(text) <= 40 else text[:40] + "..."
 
 
-Request: TypeAlias = BaseRequest
 Algorithm: TypeAlias = Generator[Request, Any, T]
-
-
-def check_on_channels(request: First | Abandon, kind: type) -> None:
-    """Check that the requests that `First` or `Abandon` names run on channels.
-
-    Args:
-        request: the request.
-        kind: the type of their handles.
-
-    Raises:
-        ValueError: there are none, one has no channel, or a time limit is negative or NaN.
-    """
-    pending = [request.pending]
-    if isinstance(request, First):
-        pending, seconds = list(request.pending), request.seconds
-        is_limit = seconds is None or seconds >= 0
-        require(is_limit, f"{request.describe()} for {seconds} s", "give at least 0 s, or None")
-    require(
-        pending and all(isinstance(each, kind) for each in pending),
-        f"{request.describe()}: {'a request has no channel' if pending else 'none is given'}",
-        'start receives with the name of a channel, as Start(Receive(...), "mail")',
-    )
+"""yields requests, and returns its result"""
 
 
 def check_kind(value: object, kinds: type | UnionType, what: str) -> None:
@@ -479,8 +470,3 @@ def yield_request(request: Request) -> Algorithm[Any]:
 def describe_size(num_elements: int, dtype: torch.dtype) -> str:
     """Return the size and dtype of a tensor as text."""
     return f"{num_elements} {str(dtype).removeprefix('torch.')}"
-
-
-def count_bytes(values: Tensor) -> int:
-    """Return the bytes of the elements of a tensor."""
-    return values.numel() * values.element_size()

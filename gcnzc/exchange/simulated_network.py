@@ -10,17 +10,10 @@ import torch
 
 from gcnzc.exchange.agreement import mismatch
 from gcnzc.exchange.collectives import as_bytes
+from gcnzc.exchange.engine import Task
 from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.ledger import Ledger
-from gcnzc.exchange.requests import (
-    Algorithm,
-    First,
-    Receive,
-    ReceiveAny,
-    Send,
-    WaitForKey,
-    require,
-)
+from gcnzc.exchange.requests import Algorithm, Receive, ReceiveAny, Send, require
 
 NEVER = float("inf")
 
@@ -341,87 +334,72 @@ class Outcome:
     """the error with which each rank ended, or None; of a rank that crashed, that it crashed"""
 
 
-class Task:
-    """The algorithm of a rank, or a request that it has started."""
+class SimulatedTask(Task):
+    """A task of one rank in a simulation, and the handle of a started one."""
 
     __slots__ = (
-        "algorithm", "answer", "caller", "channel", "computed_s", "error", "is_abandoned",
-        "is_done", "kind", "now", "rank", "stack", "waiting", "waits_for",
+        "computed_s", "is_abandoned", "is_done", "now", "rank", "waiting", "waits_for",
     )  # fmt: skip
 
+    request = None
+
     def __init__(
-        self, rank: int, channel: str | None, algorithm: Algorithm[Any], now: float
+        self,
+        rank: int,
+        now: float,
+        algorithm: Algorithm[Any],
+        channel: str | None = None,
+        caller: str = "",
     ) -> None:
+        super().__init__(algorithm, channel, caller)
         self.rank, self.now = rank, now
-        self.channel = channel
-        """None for the algorithm of a rank"""
-        self.algorithm = algorithm
-        self.stack: list[Algorithm[Any]] = []
-        """the algorithms that wait for the return value of the one that runs"""
-        self.kind = ""
-        """the kind of collective that the task executes; empty for none"""
-        self.caller = ""
-        """the name that the algorithm has set by `Caller`"""
         self.computed_s = 0.0
         """the virtual time of its `Compute` requests so far"""
-        self.answer: Any = None
-        """the answer with which the task continues; of a task that has ended, its result"""
-        self.error: Exception | None = None
-        """raised in the algorithm when the task runs next; of a task that has ended, its error"""
         self.waits_for: Any = None
-        """the message, receive, task, `FirstWait` or `KeyWait` that the task waits for, if any"""
-        self.is_done = False
-        self.is_abandoned = False
-        self.waiting: list[Task | FirstWait] = []
-        """tasks that wait for this one"""
+        """the message, receive, task or `TimedWait` that the task waits for, if any"""
+        self.is_done = self.is_abandoned = False
+        self.waiting: list[Any] = []
+        """the tasks and `TimedWait`s that wait for this one"""
 
     def describe_wait(self) -> str:
         """Describe what the task waits for, for error messages."""
-        within = f" in {self.kind}" if self.kind else ""
-        pending = self.waits_for
-        channel = pending.channel if isinstance(pending, SentMessage | Task) else self.channel
-        if channel and isinstance(pending, StartedReceive | SentMessage | Task):
-            within += f" on channel {channel}"
-        if isinstance(self.waits_for, StartedReceive | SentMessage):
-            return f"rank {self.rank} waits for {self.waits_for.request.describe()}{within}"
-        if isinstance(self.waits_for, FirstWait | KeyWait):
-            return f"rank {self.rank} waits for {self.waits_for.request.describe()}"
-        return f"rank {self.rank} waits for a request that it started{within}"
+        pending, within = self.waits_for, ""
+        what = "a request that it started"
+        if pending is not None and pending.request is not None:
+            what = pending.request.describe()
+        if not isinstance(pending, TimedWait):
+            within = f" in {self.kind}" if self.kind else ""
+            # a receive has the channel of its task
+            channel = getattr(pending, "channel", self.channel)
+            within += f" on channel {channel}" if channel and pending is not None else ""
+        return f"rank {self.rank} waits for {what}{within}"
 
 
-class FirstWait:
-    """A task that waits for the first of several others."""
+class TimedWait:
+    """A wait of a task for one of several events, such as a message or the end of a limit."""
 
-    __slots__ = ("is_over", "request", "task")
+    __slots__ = ("is_over", "queues", "request", "task")
 
-    def __init__(self, task: Task, request: First) -> None:
-        self.task, self.request = task, request
-        self.is_over = False
-        task.waits_for = self
-        for each in request.pending:
-            each.waiting.append(self)
+    def __init__(self, task: SimulatedTask, request: Any) -> None:
+        self.task, self.request, self.is_over = task, request, False
+        self.queues: list[list[Any]] = []
+        """the lists of waits for the events"""
 
-    def end(self, ended: Task | None) -> bool:
-        """Answer with the task that has ended, or None; return whether the wait was pending."""
+    def enter(self, queues: list[list[Any]]) -> None:
+        """Add the wait to lists."""
+        self.queues = queues
+        for queue in queues:
+            queue.append(self)
+
+    def end(self) -> bool:
+        """End the wait; return whether it was pending, and its rank has not crashed."""
         if self.is_over or self.task.is_done:
-            # the rank has crashed
             return False
         self.is_over = True
-        pending = self.request.pending
-        self.task.answer = None if ended is None else pending.index(ended)
-        for each in pending:
-            if each is not ended:
-                each.waiting.remove(self)
+        for queue in self.queues:
+            if self in queue:
+                queue.remove(self)
         return True
-
-
-class KeyWait:
-    """A task that waits for a key of the store."""
-
-    __slots__ = ("is_over", "request", "task")
-
-    def __init__(self, task: Task, request: WaitForKey) -> None:
-        self.task, self.request, self.is_over = task, request, False
 
 
 class SentMessage:
@@ -429,7 +407,7 @@ class SentMessage:
 
     __slots__ = (
         "arrives_at", "channel", "copy", "matched_at", "num_bytes", "number", "peer",
-        "receive", "request", "sender", "sent_at", "waiter",
+        "receive", "request", "sender", "sent_at", "task",
     )  # fmt: skip
 
     def __init__(
@@ -449,7 +427,7 @@ class SentMessage:
         self.receive: StartedReceive | None = None
         """the matching receive until the message arrives, then None: a cycle of references would
         delay the release of their memory"""
-        self.waiter: Task | None = None
+        self.task: SimulatedTask | None = None
         """the task that waits until it is sent"""
 
     @property
@@ -457,11 +435,15 @@ class SentMessage:
         """When its `Wait` ends, as over gloo: it is sent, and its peer has started to receive."""
         return max(self.sent_at, self.matched_at)
 
-    def check_unchanged(self, rank: int) -> None:
+    def is_waiting(self, peer: int, at: float) -> bool:
+        """Whether it has not ended, and waits for a rank."""
+        return self.peer == peer
+
+    def check_unchanged(self) -> None:
         """Check that the values have not changed while they were sent."""
         if self.copy is not None and not torch.equal(as_bytes(self.request.values), self.copy):
             raise RuntimeError(
-                f"rank {rank} changed a tensor while it was being sent\n\n"
+                f"rank {self.sender} changed a tensor while it was being sent\n\n"
                 "hint: do not write to a tensor between Start and Wait"
             )
 
@@ -469,14 +451,20 @@ class SentMessage:
 class StartedReceive:
     """A receive that has started, and the answer of its `Start`."""
 
-    __slots__ = ("message", "peer", "request", "waiter")
+    __slots__ = ("message", "peer", "request", "task")
 
-    def __init__(self, request: Receive | ReceiveAny) -> None:
+    def __init__(self, request: Receive | ReceiveAny, peer: int | None) -> None:
         self.request = request
-        self.peer = None if type(request) is ReceiveAny else request.peer  # type: ignore[union-attr]
+        self.peer = peer
         """the rank that sends the message; None until it is known"""
         self.message: SentMessage | None = None
-        self.waiter: Task | None = None
+        self.task: SimulatedTask | None = None
+        """the task that waits for the message"""
+
+    def is_waiting(self, peer: int, at: float) -> bool:
+        """Whether it waits for a rank, and its message has not left that rank at a time."""
+        message = self.message
+        return self.peer == peer and (message is None or message.sent_at > at)
 
     def take(self, rank: int) -> Any:
         """Write the values of the message, which has arrived, and return the answer."""

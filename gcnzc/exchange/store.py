@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from gcnzc.exchange.errors import ConnectionBroken, network
-from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.requests import (
     CompareAndSet,
     DeleteKeys,
@@ -153,41 +152,25 @@ def execute(request: StoreRequest, stored: MemoryStore | SharedStore) -> Any:
     return stored.delete(request.keys)
 
 
-def check_and_count(request: StoreRequest, ledger: Ledger, world_size: int) -> None:
-    """Check a request, and count it and the values that one of several ranks sends with it."""
-    request.check()
-    name, num_bytes = type(request).__name__, request.bytes_sent()
-    ledger.count(name)
-    if world_size > 1 and num_bytes:
-        ledger.add(name, num_bytes)
-
-
 class StoreRequests:
     """Executes requests to the store of a group.
 
     Args:
         store: a store of torch.distributed that all ranks share; None for a single rank.
         timeout_s: time limit of waits without one, in seconds.
-        ledger: counts the requests.
-        world_size: the number of ranks.
     """
 
-    kinds = (CompareAndSet, ReadKeys, WaitForKey, DeleteKeys)
-    """the types of requests"""
-
-    def __init__(self, store: Any, timeout_s: float, ledger: Ledger, world_size: int) -> None:
+    def __init__(self, store: Any, timeout_s: float) -> None:
         self.stored = MemoryStore() if store is None else SharedStore(store)
-        self.timeout_s, self.ledger, self.world_size = timeout_s, ledger, world_size
+        self.timeout_s = timeout_s
 
     def execute(self, request: StoreRequest) -> Any:
-        """Execute a request, and return its answer.
+        """Execute a request, which is valid, and return its answer.
 
         Raises:
             ConnectionBroken: the store does not respond, or a wait without a limit took longer than
                 the time limit of the group.
-            ValueError: the request is invalid.
         """
-        check_and_count(request, self.ledger, self.world_size)
         with network():
             if isinstance(request, WaitForKey):
                 return self._wait(request)

@@ -81,13 +81,19 @@ def ask(request):
     return (yield request)
 
 
+def count_buffers(group):
+    """The number of free scratch and staging buffers of all channels."""
+    free = [each.buffers.free.values() for each in group.channels.values()]
+    return sum(len(buffers) for each in free for buffers in each)
+
+
 def answer_everything(way):
     """Run `everything` twice in a process; return answers, ledger and numbers of buffers."""
     with executed_by(way), init_group(timeout_s=60) as group:
         found = run(everything(group.rank, group.world_size), group)
-        made = group.num_staging_buffers
+        made = count_buffers(group)
         run(everything(group.rank, group.world_size), group)
-        return found, dataclasses.asdict(group.ledger), made, group.num_staging_buffers
+        return found, dataclasses.asdict(group.ledger), made, count_buffers(group)
 
 
 def exchange_until(what):
