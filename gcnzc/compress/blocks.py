@@ -5,27 +5,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gcnzc.compress.two_stage import Codec
+from gcnzc.compress.two_stage import Codec, Encoding
 from gcnzc.kernels.codec import blocks, number_formats
 from gcnzc.kernels.codec.block_layout import BlockLayout
 from gcnzc.kernels.finite import are_finite
-
-# Means in a short dtype, in two stages with sums in float32.
-#
-# `Dense` with the same dtype rounds the sum after every addition, and the sum may overflow.
-# `Rounded` rounds the elements of each rank once and their mean once, and may have error
-# feedback.
-#
-# Notation: n elements, W ranks.
-
+from gcnzc.system.arguments import check_choice, check_integer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Rounded(Codec):
-    """A codec that rounds elements to a dtype, without scales.
+    """A codec that rounds elements to a dtype, without scales; sums are in float32.
 
+    `Dense` with the same dtype rounds the sum after every addition, and the sum may overflow. This
+    codec rounds the elements of each rank once and their mean once, and may have error feedback.
     `gcnzc.compress.two_stage` describes the exchange.
 
     Raises:
@@ -56,31 +50,19 @@ class Rounded(Codec):
         """See `Codec`."""
         return are_finite(self._view_parts(rows, layout))
 
-    def encode(
-        self,
-        values: Tensor,
-        error: Tensor | None,
-        active: Tensor | None,
-        layout: BlockLayout,
-        rows: Tensor,
-        random_counter: tuple[int, int],
-    ) -> None:
+    def encode(self, own: Encoding, random_counter: tuple[int, int]) -> None:
         """See `Codec`; rounding is to the nearest, so `random_counter` is not used."""
+        values, error, active, layout, rows = own
         y = values.new_zeros(layout.num_parts * layout.part_elements)
         y[: len(values)] = values if error is None else values + error
         if active is not None:
             y[: len(values)].masked_fill_(~active, 0)
         self._view_parts(rows, layout).copy_(y.view(layout.num_parts, layout.part_elements))
 
-    def update_error(
-        self,
-        values: Tensor,
-        error: Tensor,
-        active: Tensor | None,
-        layout: BlockLayout,
-        rows: Tensor,
-    ) -> None:
+    def update_error(self, own: Encoding) -> None:
         """See `Codec`."""
+        values, error, active, layout, rows = own
+        assert error is not None, "it has feedback"
         error += values
         error -= self._join_parts(rows, layout)
         if active is not None:
@@ -147,18 +129,9 @@ class Blocks(Codec):
     "float32" or one of `NUMBER_FORMATS`"""
 
     def __post_init__(self) -> None:
-        if self.number_format not in NUMBER_FORMATS:
-            raise ValueError(
-                f"no number format {self.number_format!r}\n\n"
-                f"hint: use one of {', '.join(NUMBER_FORMATS)}"
-            )
-        if self.mean_format not in ("same", *MEAN_DTYPES, *NUMBER_FORMATS):
-            known = ", ".join(("same", *MEAN_DTYPES, *NUMBER_FORMATS))
-            raise ValueError(
-                f"no number format {self.mean_format!r} for the mean\n\nhint: use one of {known}"
-            )
-        if not 0 <= self.seed < 1 << SEED_BITS:
-            raise ValueError(f"no seed {self.seed}\n\nhint: use 0 to 2**{SEED_BITS} - 1")
+        check_choice("number_format", self.number_format, NUMBER_FORMATS)
+        check_choice("mean_format", self.mean_format, ("same", *MEAN_DTYPES, *NUMBER_FORMATS))
+        check_integer("seed", self.seed, 0, (1 << SEED_BITS) - 1)
         # the layout checks the block size
         self.block_layout(0, 1)
 
@@ -182,32 +155,17 @@ class Blocks(Codec):
         """See `Codec`."""
         return BlockLayout(num_elements, parts, number_formats.BITS[self.number_format], self.block)
 
-    def encode(
-        self,
-        values: Tensor,
-        error: Tensor | None,
-        active: Tensor | None,
-        layout: BlockLayout,
-        rows: Tensor,
-        random_counter: tuple[int, int],
-    ) -> None:
+    def encode(self, own: Encoding, random_counter: tuple[int, int]) -> None:
         """See `Codec`."""
         key_and_step = None
         if self.stochastic:
             step, encoder = random_counter
             key_and_step = (encoder << SEED_BITS | self.seed, step)
-        blocks.encode_blocks(values, error, active, layout, rows, self.number_format, key_and_step)
+        blocks.encode_blocks(*own, self.number_format, key_and_step)
 
-    def update_error(
-        self,
-        values: Tensor,
-        error: Tensor,
-        active: Tensor | None,
-        layout: BlockLayout,
-        rows: Tensor,
-    ) -> None:
+    def update_error(self, own: Encoding) -> None:
         """See `Codec`."""
-        blocks.update_error_blocks(values, error, active, layout, rows, self.number_format)
+        blocks.update_error_blocks(*own, self.number_format)  # type: ignore[arg-type]
 
     def decode_mean(self, rows: Tensor, layout: BlockLayout, out: Tensor) -> None:
         """See `Codec`."""

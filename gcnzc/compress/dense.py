@@ -64,13 +64,12 @@ class DenseReducer(Reducer):
 
         Integers up to 2,048 are exact in float16, and up to 256 in bfloat16.
         """
+        if self.worker.world_size == 1:
+            return self.mean_of_one_rank(values)
         vector = values[: self.num_elements]
         self.clear_inactive(vector)
         # count now, since the sum may overwrite the values
         bad = count_not_finite(values)
-        if self.worker.world_size == 1:
-            counts, self.extra_sums = read_scalars(bad, values[self.num_elements :])
-            return describe_non_finite(counts) if any(counts) else ""
         # a sum, not a mean: the means of integer extras, such as thirds, would not add up exactly
         sums = yield Sum(values.to(self.dtype))
         (is_finite,), extra_sums = read_scalars(are_finite(sums), sums[self.num_elements :])

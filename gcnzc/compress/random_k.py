@@ -24,13 +24,14 @@ from gcnzc.compress.reducer import WorkerInfo, count_not_finite, describe_non_fi
 from gcnzc.compress.sparse import (
     SparseCompression,
     SparseReducer,
-    check_density,
+    check_fraction,
     count_elements,
-    make_trailer,
 )
+from gcnzc.compress.trailers import make_trailer, read_trailers
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, Sum
 from gcnzc.kernels.codec.random_indices import draw_index, draw_indices
 from gcnzc.kernels.finite import are_finite
+from gcnzc.system.arguments import check_integer
 from gcnzc.system.scalars import read_scalars
 
 # the seed is the low half of a random generator's key, the rank the high half
@@ -48,11 +49,8 @@ class RandomSelection(SparseCompression):
     """whether the selection is the same on all ranks"""
 
     def __post_init__(self) -> None:
-        check_density(self.density)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ValueError(f"a seed of {self.seed!r}\n\nhint: use an integer")
-        if not 0 <= self.seed < 1 << SEED_BITS:
-            raise ValueError(f"no seed {self.seed}\n\nhint: use 0 to 2**{SEED_BITS} - 1")
+        check_fraction("density", self.density)
+        check_integer("seed", self.seed, 0, (1 << SEED_BITS) - 1)
 
     @abstractmethod
     def select(self, num_elements: int, step: int, rank: int) -> Tensor:
@@ -69,8 +67,7 @@ class RandomSelection(SparseCompression):
 
     def reducer(self, num_elements: int, worker: WorkerInfo) -> "RandomReducer":
         """See `Compression`."""
-        kind = SharedReducer if self.same else OwnReducer
-        return kind(num_elements, worker, self)
+        return RandomReducer(num_elements, worker, self)
 
     def bytes_sent(
         self, num_elements: int, world_size: int, extras: int = 0, layers: Sequence[int] = ()
@@ -132,7 +129,7 @@ class RandomBlock(RandomSelection):
 
 
 class RandomReducer(SparseReducer):
-    """The base of the reducers of `RandomK` and `RandomBlock`."""
+    """The reducer of `RandomK` and `RandomBlock`."""
 
     def __init__(self, num_elements: int, worker: WorkerInfo, options: RandomSelection) -> None:
         super().__init__(num_elements, worker, options.error_feedback)
@@ -149,16 +146,29 @@ class RandomReducer(SparseReducer):
         indices = self.options.select(self.num_elements, int(self.num_means), rank)
         return indices.to(self.worker.device, non_blocking=True)
 
-
-class SharedReducer(RandomReducer):
-    """All-reduces the same elements of all ranks."""
-
     def exchange(self, vector: Tensor, extras: Tensor, bad: Tensor) -> Algorithm[str]:
         """See `SparseReducer`."""
-        indices, count = self.select(0), self.count
+        indices = self.select(self.worker.rank)
         sent = vector[indices] * self.factor
+        if self.options.same:
+            return (yield from self._reduce(vector, extras, bad, indices, sent))
+        sent = sent.float()
+        bad = bad.where(bad > 0, count_not_finite(sent))
+        rows = yield AllGather(torch.cat([make_trailer(bad, extras), sent]))
+        begin = 1 + len(extras)
+        skip_reason = read_trailers(self, rows[:, :begin], extras)
+        if not skip_reason:
+            pairs = ((self.select(rank), row[begin:]) for rank, row in enumerate(rows))
+            self.write_mean(vector, (indices, sent), pairs)
+        return skip_reason
+
+    def _reduce(
+        self, vector: Tensor, extras: Tensor, bad: Tensor, indices: Tensor, sent: Tensor
+    ) -> Algorithm[str]:
+        """All-reduce the same elements of all ranks; see `exchange`."""
         # elements that are not sent must be finite too, since they become errors
         bad = bad + count_not_finite(extras)
+        count = self.count
         sums = yield Sum(torch.cat([sent, bad.to(vector.dtype)[None], extras]))
         is_good = are_finite(sums) & (sums[count] == 0)
         (has_mean,), extra_sums = read_scalars(is_good, sums[count + 1 :])
@@ -170,20 +180,3 @@ class SharedReducer(RandomReducer):
         # the mean of all ranks is one contribution to the sum over them
         self.write_mean(vector, (indices, vector[indices]), [(indices, sums[:count])])
         return ""
-
-
-class OwnReducer(RandomReducer):
-    """Gathers the elements that each rank selects."""
-
-    def exchange(self, vector: Tensor, extras: Tensor, bad: Tensor) -> Algorithm[str]:
-        """See `SparseReducer`."""
-        indices = self.select(self.worker.rank)
-        sent = (vector[indices] * self.factor).float()
-        bad = bad.where(bad > 0, count_not_finite(sent))
-        rows = yield AllGather(torch.cat([make_trailer(bad, extras), sent]))
-        begin = 1 + len(extras)
-        skip_reason = self.read_trailers(rows[:, :begin], extras)
-        if not skip_reason:
-            pairs = ((self.select(rank), row[begin:]) for rank, row in enumerate(rows))
-            self.write_mean(vector, (indices, sent), pairs)
-        return skip_reason

@@ -153,12 +153,6 @@ class Reducer(ABC):
         """The first and one past the last element of this rank's part, if it has a server error."""
         return 0, 0
 
-    def reset_errors(self) -> None:
-        """Set all errors to 0."""
-        for error in (self.worker_error, self.server_error):
-            if error is not None:
-                error.zero_()
-
     def errors(self) -> dict[str, Tensor]:
         """Return the state that a checkpoint saves, by name; the tensors are not copies."""
         named = {"worker": self.worker_error, "server": self.server_error}
@@ -218,21 +212,20 @@ def check_error_values(errors: Mapping[str, Tensor]) -> None:
     if not isinstance(errors, Mapping):
         raise ValueError(f"compression errors are a {type(errors).__name__}\n\n{DAMAGED_HINT}")
     for name, error in errors.items():
-        if not isinstance(error, Tensor):
-            kind = type(error).__name__
-            raise ValueError(
-                f"the compression error {name} is a {kind}, not a tensor\n\n{DAMAGED_HINT}"
-            )
-        if error.is_floating_point():
-            # a larger one would make all later exchanges fail
-            if not bool(can_be_squared(error)):
-                what = "elements that are not finite or too large"
-                raise ValueError(f"the compression error {name} has {what}\n\n{DAMAGED_HINT}")
-        elif error.is_complex() or error.dtype == torch.bool:
-            what = f"{error.dtype}, not a floating-point or integer dtype"
-            raise ValueError(f"the compression error {name} is {what}\n\n{DAMAGED_HINT}")
-        elif bool((error < 0).any()):
-            raise ValueError(f"the compression error {name} has numbers below 0\n\n{DAMAGED_HINT}")
+        if damage := _find_damage(error):
+            raise ValueError(f"the compression error {name} {damage}\n\n{DAMAGED_HINT}")
+
+
+def _find_damage(error: object) -> str:
+    """Describe why a value is no compression error; empty if it may be one."""
+    if not isinstance(error, Tensor):
+        return f"is a {type(error).__name__}, not a tensor"
+    if error.is_floating_point():
+        # a larger one would make all later exchanges fail
+        return "" if can_be_squared(error) else "has elements that are not finite or too large"
+    if error.is_complex() or error.dtype == torch.bool:
+        return f"is {error.dtype}, not a floating-point or integer dtype"
+    return "has numbers below 0" if bool((error < 0).any()) else ""
 
 
 def count_not_finite(values: Tensor) -> Tensor:

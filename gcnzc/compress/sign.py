@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
-from gcnzc.compress.two_stage import Codec
+from gcnzc.compress.two_stage import Codec, Encoding
 from gcnzc.kernels.codec import signs
 from gcnzc.kernels.codec.block_layout import BlockLayout
+from gcnzc.system.arguments import check_choice
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class Sign(Codec):
     and that of a mean to the next mean"""
 
     def __post_init__(self) -> None:
-        if self.scale not in ("rms", "l1"):
-            raise ValueError(f"no scale {self.scale!r}\n\nhint: use rms or l1")
+        check_choice("scale", self.scale, ("rms", "l1"))
         # the layout checks the block size
         self.block_layout(0, 1)
 
@@ -46,19 +44,14 @@ class Sign(Codec):
         """See `Codec`."""
         return BlockLayout(num_elements, parts, 1, self.block)
 
-    def encode(
-        self,
-        values: Tensor,
-        error: Tensor | None,
-        active: Tensor | None,
-        layout: BlockLayout,
-        rows: Tensor,
-        random_counter: tuple[int, int],
-    ) -> None:
+    def encode(self, own: Encoding, random_counter: tuple[int, int]) -> None:
         """See `Codec`; signs are deterministic, so `random_counter` is not used."""
-        signs.encode_signs(values, error, active, layout, rows, self.scale)
+        signs.encode_signs(*own, self.scale)
+
+    def update_error(self, own: Encoding) -> None:
+        """See `Codec`."""
+        signs.update_error_signs(*own)  # type: ignore[arg-type]
 
     # the arguments of the kernels are those of `Codec`
-    update_error = staticmethod(signs.update_error_signs)
     decode_mean = staticmethod(signs.mean_of_signs)
     decode = staticmethod(signs.decode_signs)

@@ -19,33 +19,12 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from gcnzc.compress.reducer import (
-    Compression,
-    Reducer,
-    WorkerInfo,
-    count_not_finite,
-    describe_non_finite,
-)
+from gcnzc.compress.reducer import Compression, Reducer, WorkerInfo, count_not_finite
 from gcnzc.exchange import Algorithm
 from gcnzc.kernels.codec.selection import Segments
-from gcnzc.system.scalars import read_scalars
+from gcnzc.system.arguments import check_integer, check_number
 
 Per: TypeAlias = Literal["layer", "all"] | int
-
-
-def make_segments(num_elements: int, layers: Sequence[int], per: Per, density: float) -> Segments:
-    """Return the segments of a vector; some elements of each segment are sent.
-
-    Args:
-        num_elements: n.
-        layers: see `WorkerInfo`.
-        per: "layer" for a segment per layer, "all" for one segment, or the elements of a segment.
-        density: the fraction of the elements of a segment that are sent; at least one is.
-    """
-    if isinstance(per, int):
-        return Segments.of_chunks(num_elements, per, density)
-    is_split = per == "layer" and sum(layers) == num_elements
-    return Segments.of_density(layers if is_split else [num_elements], density)
 
 
 def count_elements(num_elements: int, density: float) -> int:
@@ -53,24 +32,15 @@ def count_elements(num_elements: int, density: float) -> int:
     return min(num_elements, max(1, int(density * num_elements)))
 
 
-def check_density(density: float) -> None:
-    """Check that a density is above 0 and at most 1; raises ValueError."""
-    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
-        raise ValueError(
-            f"a density of {density!r}\n\nhint: give the fraction of the elements to send, above 0 "
-            "and at most 1, such as 0.01"
-        )
+def check_fraction(name: str, value: object) -> None:
+    """Check that an option is a number above 0 and at most 1."""
+    check_number(name, value, lambda number: 0 < number <= 1, "above 0 and at most 1, as 0.01")
 
 
-def check_per(per: Per) -> None:
-    """Check the argument `per` of `make_segments`; raises ValueError."""
-    if per in ("layer", "all"):
-        return
-    if isinstance(per, bool) or not isinstance(per, int) or per < 1:
-        raise ValueError(
-            f"per={per!r}\n\nhint: use 'layer', 'all', or the number of elements of a chunk, such "
-            "as 4096"
-        )
+def check_per(per: object) -> None:
+    """Check the option `per` of `SegmentedCompression`."""
+    if per not in ("layer", "all"):
+        check_integer("per", per, 1, hint="'layer', 'all', or the elements of a chunk, as 4096")
 
 
 class SparseCompression(Compression):
@@ -98,9 +68,9 @@ class SegmentedCompression(SparseCompression):
     """The base of sparse compressions that send the largest elements of each segment."""
 
     density: float
-    """fraction of the elements that are sent"""
+    """fraction of the elements of a segment that are sent; at least one is"""
     per: Per
-    """the segments; see `make_segments`"""
+    """"layer" for a segment per layer, "all" for one segment, or the elements of a segment"""
 
     def segments(self, num_elements: int, layers: Sequence[int] = ()) -> Segments:
         """Return the segments of a vector, and the number of elements sent of each.
@@ -109,7 +79,10 @@ class SegmentedCompression(SparseCompression):
             num_elements: n.
             layers: see `WorkerInfo`.
         """
-        return make_segments(num_elements, layers, self.per, self.density)
+        if isinstance(self.per, int):
+            return Segments.of_chunks(num_elements, self.per, self.density)
+        is_split = self.per == "layer" and sum(layers) == num_elements
+        return Segments.of_density(layers if is_split else [num_elements], self.density)
 
 
 class SparseReducer(Reducer):
@@ -193,27 +166,3 @@ class SparseReducer(Reducer):
         self.clear_inactive(vector)
         if self.active is not None:
             self.support &= self.active
-
-    def read_trailers(self, trailers: Tensor, extras: Tensor) -> str:
-        """Read the trailers of all ranks, and write the sums of the extras if all are finite.
-
-        Args:
-            trailers: (W, 1 + k) float32, the results of `make_trailer`.
-            extras: (k,), overwritten.
-
-        Returns:
-            Why there is no mean; empty if there is.
-        """
-        bad = trailers[:, 0] + (~trailers.isfinite()).sum(dim=1)
-        sums = trailers[:, 1:].sum(dim=0)
-        counts, extra_sums = read_scalars(bad, sums)
-        if any(counts):
-            return describe_non_finite(counts)
-        extras.copy_(sums)
-        self.extra_sums = extra_sums
-        return ""
-
-
-def make_trailer(bad: Tensor, extras: Tensor) -> Tensor:
-    """Return (1 + k,) float32: the number of elements that are not finite, and the extras."""
-    return torch.cat([bad.float()[None], extras.float()])

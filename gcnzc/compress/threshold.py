@@ -34,13 +34,14 @@ from gcnzc.compress.sparse import (
     Per,
     SegmentedCompression,
     SparseReducer,
-    check_density,
+    check_fraction,
     check_per,
-    make_trailer,
 )
+from gcnzc.compress.trailers import make_trailer, read_trailers
 from gcnzc.exchange import Algorithm, AllGather, AllToAll
 from gcnzc.kernels.codec.index_codes import code_bytes, pack_indices, unpack_indices
 from gcnzc.kernels.codec.selection import Segments, count_above, select_above, select_largest
+from gcnzc.system.arguments import check_integer
 
 # a threshold is renewed if it selects more than 4 k or fewer than k / 4 elements of its segment
 MOST = 4
@@ -68,13 +69,9 @@ class Threshold(SegmentedCompression):
     """whether the elements that are not sent are added to the next vector"""
 
     def __post_init__(self) -> None:
-        check_density(self.density)
+        check_fraction("density", self.density)
         check_per(self.per)
-        if isinstance(self.refresh, bool) or not isinstance(self.refresh, int) or self.refresh < 1:
-            raise ValueError(
-                f"refresh={self.refresh!r}\n\nhint: give the number of steps from one renewal of a "
-                "threshold to the next, such as 1000"
-            )
+        check_integer("refresh", self.refresh, 1)
 
     def reducer(self, num_elements: int, worker: WorkerInfo) -> "ThresholdReducer":
         """See `Compression`."""
@@ -120,7 +117,7 @@ class ThresholdReducer(SparseReducer):
         length = torch.tensor([len(indices)], dtype=torch.int32).to(vector.device)
         header = torch.cat([length.view(torch.float32), make_trailer(bad, extras)])
         headers = yield AllGather(header)
-        skip_reason = self.read_trailers(headers[:, 1:], extras)
+        skip_reason = read_trailers(self, headers[:, 1:], extras)
         if skip_reason:
             self.thresholds.copy_(before)
             return skip_reason

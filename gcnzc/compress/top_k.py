@@ -26,10 +26,10 @@ from gcnzc.compress.sparse import (
     Per,
     SegmentedCompression,
     SparseReducer,
-    check_density,
+    check_fraction,
     check_per,
-    make_trailer,
 )
+from gcnzc.compress.trailers import make_trailer, read_trailers
 from gcnzc.compress.value_formats import (
     VALUE_FORMATS,
     decode_values,
@@ -71,15 +71,10 @@ class TopK(SegmentedCompression):
     """factor of the error when it is added, above 0 and at most 1"""
 
     def __post_init__(self) -> None:
-        check_density(self.density)
+        check_fraction("density", self.density)
         check_per(self.per)
         check_choice("value_format", self.value_format, VALUE_FORMATS)
-        is_number = isinstance(self.error_decay, int | float)
-        if not is_number or not 0 < self.error_decay <= 1:
-            raise ValueError(
-                f"error_decay={self.error_decay!r}\n\nhint: give a factor above 0 and at most 1; "
-                "error_feedback=False uses no errors"
-            )
+        check_fraction("error_decay", self.error_decay)
 
     @classmethod
     def sparse_loco(cls, density: float = SPARSE_LOCO_DENSITY) -> "TopK":
@@ -145,7 +140,7 @@ class TopKReducer(SparseReducer):
         message[:begin] = make_trailer(bad, extras).view(torch.uint8)
         rows = yield AllGather(message)
         trailers = rows[:, :begin].contiguous().view(torch.float32)
-        skip_reason = self.read_trailers(trailers, extras)
+        skip_reason = read_trailers(self, trailers, extras)
         if not skip_reason:
             self.write_mean(vector, own, (self._decode(row[begin:]) for row in rows))
         return skip_reason

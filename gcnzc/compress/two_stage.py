@@ -23,14 +23,29 @@ Notation: n elements, W ranks, k extras.
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gcnzc.compress.reducer import Compression, Reducer, WorkerInfo, describe_non_finite
+from gcnzc.compress.reducer import Compression, Reducer, WorkerInfo
+from gcnzc.compress.trailers import make_trailer, read_trailers
 from gcnzc.exchange import Algorithm, AllGather, AllToAll
 from gcnzc.kernels.codec.block_layout import BlockLayout
-from gcnzc.system.scalars import read_scalars
+
+
+class Encoding(NamedTuple):
+    """A vector and its rows of codes: the arguments of the kernels."""
+
+    values: Tensor
+    """(n,) float32 or float64"""
+    error: Tensor | None
+    """(n,) of the same dtype; None for zeros"""
+    active: Tensor | None
+    """(n,) bool; None for all elements"""
+    layout: BlockLayout
+    rows: Tensor
+    """(parts, at least `row_bytes`) uint8"""
 
 
 class Codec(Compression):
@@ -52,37 +67,18 @@ class Codec(Compression):
         """Return the parts and blocks of a vector."""
 
     @abstractmethod
-    def encode(
-        self,
-        values: Tensor,
-        error: Tensor | None,
-        active: Tensor | None,
-        layout: BlockLayout,
-        rows: Tensor,
-        random_counter: tuple[int, int],
-    ) -> None:
+    def encode(self, own: Encoding, random_counter: tuple[int, int]) -> None:
         """Write the codes and scales of values + error to the rows of the parts.
 
         Args:
-            values: (n,) float32 or float64.
-            error: (n,) of the same dtype; None for zeros.
-            active: (n,) bool; None for all elements.
-            layout: of the vector.
-            rows: (parts, at least `row_bytes`) uint8.
+            own: the vector and its rows.
             random_counter: step and number of the encoder, which together with an element's index
                 determine the random number of its rounding.
         """
 
     @abstractmethod
-    def update_error(
-        self,
-        values: Tensor,
-        error: Tensor,
-        active: Tensor | None,
-        layout: BlockLayout,
-        rows: Tensor,
-    ) -> None:
-        """Set `error` to values + error - decode(rows); arguments are those of `encode`."""
+    def update_error(self, own: Encoding) -> None:
+        """Set the error to values + error - decode(rows)."""
 
     @abstractmethod
     def decode_mean(self, rows: Tensor, layout: BlockLayout, out: Tensor) -> None:
@@ -171,31 +167,28 @@ class TwoStageReducer(Reducer):
         world_size, rank, step = self.worker.world_size, self.worker.rank, self.means
         code_bytes, row_bytes = self.code_bytes, self.code_bytes + 4 * (1 + extras)
         rows = torch.zeros(world_size, row_bytes, dtype=torch.uint8, device=values.device)
-        codec.encode(vector, self.worker_error, self.active, layout, rows, (step, rank))
-        trailer = torch.cat([self._count_bad(vector, rows), extra_values.float()])
+        own = Encoding(vector, self.worker_error, self.active, layout, rows)
+        codec.encode(own, (step, rank))
+        trailer = make_trailer(self._count_bad(vector, rows), extra_values)
         rows[:, code_bytes:] = trailer.view(torch.uint8)
         received = torch.stack((yield AllToAll(list(rows), [row_bytes] * world_size)))
         trailers = received[:, code_bytes:].contiguous().view(torch.float32)
-        bad = trailers[:, 0] + (~trailers.isfinite()).sum(dim=1)
-        sums = trailers[:, 1:].sum(dim=0)
         begin, end = self.part
         active = None if self.active is None else self.active[begin:end]
         part_mean, part_layout = vector.new_empty(end - begin), self.part_mean_layout
         codec.decode_mean(received, self.part_layout, part_mean)
         row = rows.new_empty(1, self.mean_row_bytes)
-        random_counter = step, world_size + rank
-        mean_codec.encode(part_mean, self.server_error, active, part_layout, row, random_counter)
+        mean = Encoding(part_mean, self.server_error, active, part_layout, row)
+        mean_codec.encode(mean, (step, world_size + rank))
         mean_rows = yield AllGather(row[0])
         # read only here, so that the host waits for the device once
         is_finite = mean_codec.are_finite(mean_rows, mean_layout)
-        counts, (are_means_finite,), extra_sums = read_scalars(bad, is_finite, sums)
-        if any(counts) or not are_means_finite:
-            return describe_non_finite(counts)
-        extra_values.copy_(sums)
-        self.extra_sums = extra_sums
-        if self.worker_error is not None and self.server_error is not None:
-            codec.update_error(vector, self.worker_error, self.active, layout, rows)
-            mean_codec.update_error(part_mean, self.server_error, active, part_layout, row)
+        skip_reason = read_trailers(self, trailers, extra_values, is_finite)
+        if skip_reason:
+            return skip_reason
+        if self.worker_error is not None:
+            codec.update_error(own)
+            mean_codec.update_error(mean)
         mean_codec.decode(mean_rows, mean_layout, self.active, vector)
         self.num_means += 1
         return ""

@@ -284,15 +284,6 @@ def test_errors_of_another_vector_are_refused():
     assert not reducer.worker_error.any()
 
 
-@pytest.mark.parametrize("name", [*FEEDBACK, *SPARSE_FEEDBACK])
-def test_errors_are_zero_after_a_reset(name):
-    them = reducers(ALL[name], 100, 2)
-    mean_of(them, vectors(100, 2))
-    for each in them:
-        each.reset_errors()
-    assert not pending(them).any()
-
-
 def test_processes_compute_the_same_means_as_lockstep(tmp_path):
     # torch's own collectives send the longer rows
     kinds = [*FEW, "rounded", "randomk different", "block"]

@@ -45,7 +45,7 @@ def test_means_are_those_of_algorithm_1_of_1_bit_adam(scale, world_size):
 
 
 def test_invalid_options_are_rejected():
-    with pytest.raises(ValueError, match=r"(?s)no scale 'l2'.*hint: use rms or l1"):
+    with pytest.raises(ValueError, match=r"scale is 'l2'\n\nhint: one of rms, l1"):
         Sign(scale="l2")
     with pytest.raises(ValueError, match=r"blocks of 'a' elements, not a multiple of 32"):
         Sign(block="a")
