@@ -13,10 +13,11 @@ from gcnzc.exchange.collectives import (
     among,
 )
 from gcnzc.exchange.errors import WorkerLost
-from gcnzc.exchange.group import Group, current_group, run
+from gcnzc.exchange.group import Group, current_group
 from gcnzc.exchange.init import init_group
 from gcnzc.exchange.launch import is_worker
-from gcnzc.exchange.ledger import Ledger
+from gcnzc.exchange.process_engine import run
+from gcnzc.exchange.request_log import Ledger
 from gcnzc.exchange.requests import (
     Abandon,
     Algorithm,

@@ -16,12 +16,12 @@ Operations in MPICH", 2005):
     ring_gather      (W - 1) (α + M/B)
     binomial         ⌈log2 W⌉ (α + M/B)
 
-The last three are gloo's algorithms, which stand for the process group in simulations and execute
-large collectives of some ranks (`among`). gloo sends a message only when its receiver has posted
-the receive, and the notification takes as long as a message; since all receives are posted at the
-start, or in a ring of many ranks those of the next turns, only the first round takes 2 α. A message
-cannot overwrite memory that is still read: the sender computed the message from the data that this
-rank sent from that memory.
+The last three are gloo's algorithms (`gcnzc.exchange.gloo_algorithms`), which stand for the process
+group in simulations and execute large collectives of some ranks (`among`). gloo sends a message
+only when its receiver has posted the receive, and the notification takes as long as a message;
+since all receives are posted at the start, or in a ring of many ranks those of the next turns, only
+the first round takes 2 α. A message cannot overwrite memory that is still read: the sender computed
+the message from the data that this rank sent from that memory.
 """
 
 import math
@@ -30,11 +30,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Integral, Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gcnzc.exchange.gloo_algorithms import binomial, ring_gather, ring_sum
 from gcnzc.exchange.requests import (
     Algorithm,
     Exchange,
@@ -50,8 +51,6 @@ from gcnzc.exchange.requests import (
 
 # size of the cache of header descriptions; a training run has few shapes
 DESCRIPTIONS_KEPT = 4096
-# turns of a ring whose receives are posted ahead
-LOOK_AHEAD = 16
 
 
 class Collective(Exchange):
@@ -273,54 +272,7 @@ def doubling_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor
     return values
 
 
-def ring_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
-    """All-reduce (n,) in place around a ring: the fewest bytes in the most rounds."""
-    after, before = (rank + 1) % world_size, (rank - 1) % world_size
-    parts = values.tensor_split(world_size)
-    # part `turn` is sent in this turn, and part `turn + 1` is received
-    shares = [parts[(rank - turn) % world_size] for turn in range(world_size)]
-    turns = 2 * (world_size - 1)
-    scratch = []
-    for _ in range(min(LOOK_AHEAD, world_size - 1)):
-        # the first part is the largest
-        scratch.append((yield Scratch(parts[0])))
-    # all parts have elements, and often the same number
-    is_full = len(values) >= world_size
-    is_even = is_full and len(values) % world_size == 0
-
-    def target(turn: int) -> Tensor:
-        if turn < world_size - 1:
-            buffer = scratch[turn % LOOK_AHEAD]
-            return buffer if is_even else buffer[: len(shares[turn + 1])]
-        # the whole sum of a share
-        return shares[turn - world_size + 1]
-
-    receives: list[tuple[Tensor, Any]] = []
-    # requests are made here and not by functions, since a simulation spends its time with them
-    for turn in range(min(LOOK_AHEAD, turns)):
-        into = target(turn)
-        is_sent = is_full or into.numel()
-        receives.append((into, (yield Start(Receive(into, before))) if is_sent else None))
-    for turn in range(turns):
-        sent = shares[turn % world_size]
-        send = (yield Start(Send(sent, after))) if is_full or sent.numel() else None
-        into, receive = receives[turn % LOOK_AHEAD]
-        if receive is not None:
-            yield Wait(receive)
-        if send is not None:
-            yield Wait(send)
-        if turn < world_size - 1:
-            shares[turn + 1] += into
-        if turn + LOOK_AHEAD < turns:
-            into = target(turn + LOOK_AHEAD)
-            is_sent = is_full or into.numel()
-            receive = (yield Start(Receive(into, before))) if is_sent else None
-            receives[turn % LOOK_AHEAD] = into, receive
-    return values
-
-
-@dataclass(frozen=True, slots=True)
-class _Fold:
+class Fold(NamedTuple):
     """Folds W ranks to the next lower power of two, which recursive doubling needs.
 
     If W is not a power of two, the first ranks form pairs: the odd rank of a pair sends its values
@@ -336,17 +288,17 @@ class _Fold:
     """the other ranks of each round"""
 
 
-@lru_cache(maxsize=4096)
-def _find_fold(rank: int, world_size: int) -> _Fold:
+@lru_cache(DESCRIPTIONS_KEPT)
+def _find_fold(rank: int, world_size: int) -> Fold:
     power = 1 << (world_size.bit_length() - 1)
     num_pairs = world_size - power
     if rank < 2 * num_pairs and rank % 2:
-        return _Fold(rank - 1, True, ())
+        return Fold(rank - 1, True, ())
     in_pair = rank < 2 * num_pairs
     position = rank // 2 if in_pair else rank - num_pairs
     positions = [position ^ (1 << bit) for bit in range(power.bit_length() - 1)]
     peers = tuple(2 * each if each < num_pairs else each + num_pairs for each in positions)
-    return _Fold(rank + 1 if in_pair else -1, False, peers)
+    return Fold(rank + 1 if in_pair else -1, False, peers)
 
 
 # all-gather
@@ -428,19 +380,6 @@ def doubling_gather(values: Tensor, rank: int, world_size: int) -> Algorithm[Ten
     return rows.roll(rank, 0)
 
 
-def ring_gather(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
-    """All-gather (n,) to (W, n) around a ring, one row per round."""
-    rows = values.new_empty(world_size, len(values))
-    rows[rank] = values
-    after, before = (rank + 1) % world_size, (rank - 1) % world_size
-    receives = []
-    for turn in range(1, world_size):
-        receives.append((yield from start_receive(rows[(rank - turn) % world_size], before)))
-    for turn, receive in enumerate(receives):
-        yield from send_and_wait(rows[(rank - turn) % world_size], after, receive)
-    return rows
-
-
 # broadcast
 
 
@@ -491,22 +430,6 @@ class Broadcast(TensorCollective):
         return self.values
 
 
-def binomial(values: Tensor, root: int, rank: int, world_size: int) -> Algorithm[Tensor]:
-    """Broadcast (n,) down a binomial tree: each round doubles the ranks that have the values."""
-    position = (rank - root) % world_size
-    step = 1
-    while step < world_size and not position & step:
-        step *= 2
-    if position > 0:
-        yield Receive(values, (rank - step) % world_size)
-    step //= 2
-    while step:
-        if position + step < world_size:
-            yield Send(values, (rank + step) % world_size)
-        step //= 2
-    return values
-
-
 # all-to-all and reduce-scatter
 
 
@@ -543,18 +466,23 @@ class AllToAll(Collective):
                 counts.
         """
         counts, shapes = self.counts, [tuple(part.shape) for part in self.parts]
-        lengths = f"AllToAll: {len(shapes)} parts"
-        if counts is not None:
-            lengths += f" and {len(counts)} counts"
-        is_complete = len(shapes) == world_size and (counts is None or len(counts) == world_size)
-        hint = "give one part, which may be empty, and one count per rank"
-        require(is_complete, f"{lengths} for {world_size} ranks", hint)
-        is_flat = all(len(shape) == 1 for shape in shapes)
-        hint = "give one-dimensional parts, such as part.reshape(-1)"
-        require(is_flat, f"AllToAll: parts have the shapes {shapes}", hint)
-        is_same = len({part.dtype for part in self.parts}) <= 1
-        hint = "send bytes with .view(torch.uint8)"
-        require(is_same, "AllToAll: parts of several dtypes", hint)
+        if len(shapes) != world_size or (counts is not None and len(counts) != world_size):
+            lengths = f"{len(shapes)} parts"
+            if counts is not None:
+                lengths += f" and {len(counts)} counts"
+            raise ValueError(
+                f"AllToAll: {lengths} for {world_size} ranks\n\n"
+                "hint: give one part, which may be empty, and one count per rank"
+            )
+        if any(len(shape) != 1 for shape in shapes):
+            raise ValueError(
+                f"AllToAll: parts have the shapes {shapes}\n\n"
+                "hint: give one-dimensional parts, such as part.reshape(-1)"
+            )
+        if len({part.dtype for part in self.parts}) > 1:
+            raise ValueError(
+                "AllToAll: parts of several dtypes\n\nhint: send bytes with .view(torch.uint8)"
+            )
 
     def describe_header(self) -> HeaderFields:
         """Describe the dtype, and the sizes sent to each peer and expected from it."""
@@ -607,8 +535,14 @@ class ReduceScatter(TensorCollective):
         )
 
     def messages(self, rank: int, world_size: int, *, is_builtin: bool) -> Algorithm[Tensor]:
-        """Exchange the shares by direct messages, and add those of this rank."""
-        return direct_scatter(self.values, rank, world_size)
+        """Exchange the shares by direct messages, and add those of this rank, by rank."""
+        shares = self.values.view(world_size, -1)
+        counts = [shares.shape[1]] * world_size
+        first, *others = yield from direct_exchange(list(shares), counts, rank)
+        total = first.clone()
+        for part in others:
+            total += part
+        return total
 
     def sent_bytes(self, rank: int, world_size: int) -> float:
         """Return the bytes that a rank sends: the shares of the other ranks."""
@@ -650,20 +584,6 @@ def direct_exchange(
     for each in pending:
         yield Wait(each)
     return received
-
-
-def direct_scatter(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
-    """Reduce-scatter (n,): each rank receives its share from all others, and adds them by rank.
-
-    Returns:
-        (n / W,): the sum of this rank's share.
-    """
-    shares = values.view(world_size, -1)
-    parts = yield from direct_exchange(list(shares), [shares.shape[1]] * world_size, rank)
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 # pairs

@@ -13,8 +13,7 @@ from typing import Any
 
 from gcnzc.exchange.collectives import Collective
 from gcnzc.exchange.errors import WorkerLost
-from gcnzc.exchange.ledger import Ledger
-from gcnzc.exchange.request_log import RequestLog
+from gcnzc.exchange.request_log import Ledger, RequestLog
 from gcnzc.exchange.requests import (
     DEFAULT_CHANNEL,
     Abandon,
@@ -196,10 +195,10 @@ class Engine(ABC):
     def ask_store(self, task: Task, request: StoreRequest) -> bool:
         """Execute a request to the store, and count it and the values that it sends."""
         request.check()
-        name, num_bytes = type(request).__name__, request.bytes_sent()
+        name, values = type(request).__name__, request.sent_values()
         self.ledger.count(name)
-        if self.world_size > 1 and num_bytes:
-            self.ledger.add(name, num_bytes)
+        if self.world_size > 1 and values:
+            self.ledger.add(name, sum(map(len, values)))
         return self.use_store(task, request)
 
     # what a backend implements

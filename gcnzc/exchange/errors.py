@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
-from typing import NoReturn
 
 from gcnzc.exchange.requests import require
 
@@ -66,28 +65,6 @@ def describe_end(error: BaseException) -> str:
     return ": ".join([type(error).__name__, *lines[:1]])
 
 
-def reject(rank: int, world_size: int, what: str, *, is_closed: bool) -> NoReturn:
-    """Raise the error of a request to a group that is closed, or was never connected.
-
-    Args:
-        rank: the rank that makes the request.
-        world_size: the number of ranks.
-        what: the request.
-        is_closed: whether the group was connected before.
-    """
-    if is_closed:
-        raise RuntimeError(
-            f"rank {rank} requests {what} of a group that is closed\n\n"
-            "hint: call finalize() and everything else that communicates before close(), the end "
-            "of `with init_group()`, and destroy_process_group()"
-        )
-    raise RuntimeError(
-        f"rank {rank} of {world_size} is not connected, so it cannot execute {what}\n\n"
-        "hint: initialize torch.distributed before an optimizer is unpickled, or load its "
-        "state_dict() into a new one"
-    )
-
-
 # gloo counts milliseconds
 MIN_LIMIT_S = 1e-3
 # 30 years; larger limits overflow the clocks of torch and Python
@@ -104,8 +81,7 @@ def check_time_limit(seconds: object) -> float:
     require(
         is_number and MIN_LIMIT_S <= seconds <= MAX_LIMIT_S,  # type: ignore[operator]
         f"timeout_s={seconds!r} of a group is invalid",
-        f"give the time limit of a wait in seconds, from {MIN_LIMIT_S:g} to {MAX_LIMIT_S:g}, such "
-        "as 60",
+        f"give seconds from {MIN_LIMIT_S:g} to {MAX_LIMIT_S:g}, such as 60",
     )
     # timedelta rejects numpy's integers and float32
     return float(seconds)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Groups of ranks, and `run`, which executes distributed algorithms on them.
+"""Groups of ranks: their creation, subgroups, channels and end.
 
 Over gloo, small collectives are gcnzc's and large ones gloo's own, and tensors on a GPU are copied
 through reused page-locked buffers. With the backend "nccl", which needs one GPU per rank, NCCL
@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -26,30 +26,11 @@ from gcnzc.exchange.heartbeat import HeartbeatMonitor, StoreHost
 from gcnzc.exchange.launch import is_worker, read_local_rank, read_local_world_size, read_ranks
 from gcnzc.exchange.process_engine import ProcessEngine
 from gcnzc.exchange.process_group import Channel
-from gcnzc.exchange.requests import Algorithm, Message, Start, require, yield_request
+from gcnzc.exchange.requests import Message, Start, require, yield_request
 from gcnzc.system.arguments import check_integer
-
-T = TypeVar("T")
 
 # default time limit of a wait for a message
 TIMEOUT_S = 60.0
-
-
-def run(algorithm: Algorithm[T], group: "Group") -> T:
-    """Run a distributed algorithm together with the other ranks, and return its result.
-
-    Args:
-        algorithm: a generator of requests. Its collectives must be the same on all ranks, in the
-            same order. Each `Send` needs a `Receive` on its peer.
-        group: the ranks. Tensors of requests are on the host or on this rank's GPU, and must be
-            ready on its current stream; the results are ready on that stream too.
-
-    Raises:
-        WorkerLost: another rank did not respond in time, or has ended; the message names it if
-            the heartbeats show which one it is.
-        RequestMismatch: the ranks made different requests; raised on all of them.
-    """
-    return group.run(algorithm)
 
 
 class Group(ProcessEngine):

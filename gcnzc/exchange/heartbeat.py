@@ -13,12 +13,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple, TypeVar
 
 from gcnzc.exchange.errors import WorkerLost
-from gcnzc.exchange.store import Store, StoreThread, read_existing
+from gcnzc.exchange.store import Store, StoreThread, read_existing, start_thread
 
 T = TypeVar("T")
 
@@ -87,14 +87,6 @@ class StoreHost:
     """in messages, such as `rank 0` or `the first machine's launcher`"""
     address: tuple[str, int]
     """host and port of the store"""
-
-
-class _Reachability(Enum):
-    """The result of connecting to the store's address."""
-
-    ACCEPTED = "the kernel accepts connections"
-    REFUSED = "the machine responds, but no process listens on the port"
-    NO_RESPONSE = "there is no response"
 
 
 class HeartbeatMonitor:
@@ -188,9 +180,7 @@ class HeartbeatMonitor:
         torch prints a stack trace if a request is made to such a store.
         """
         host = self.store_host
-        return host is not None and (
-            _check_reachability(host.address, BEAT_S) is _Reachability.REFUSED
-        )
+        return host is not None and can_connect(host.address, BEAT_S) is False
 
     def wait_for_ends(self, seconds: float = STORE_S) -> None:
         """Wait until all other ranks have ended or stopped, on the rank that hosts the store.
@@ -231,10 +221,10 @@ class HeartbeatMonitor:
         if self.store_host is None:
             return "unknown: the store does not respond"
         name = self.store_host.name
-        reachability = _check_reachability(self.store_host.address, STORE_S)
-        if reachability is _Reachability.ACCEPTED:
+        is_accepted = can_connect(self.store_host.address, STORE_S)
+        if is_accepted:
             return f"{name}, which hosts the store, does not respond: it is stopped or very slow"
-        if reachability is _Reachability.REFUSED:
+        if is_accepted is False:
             return f"{name}, which hosted the store, has ended"
         if self.has_launcher:
             _end_launcher(self.parent)
@@ -293,46 +283,40 @@ def _run_with_timeout(seconds: float, function: Callable[[], T]) -> T:
     Raises:
         RuntimeError: the function took longer, or raised this error.
     """
-    answers: list[T] = []
-    failures: list[RuntimeError] = []
-
-    def work() -> None:
-        try:
-            answers.append(function())
-        except RuntimeError as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=work, name="gcnzc-heartbeat-reader", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not answers:
-        raise failures[0] if failures else RuntimeError(f"no result within {seconds:g} s")
-    return answers[0]
+    try:
+        return start_thread("gcnzc-heartbeat-reader", function).result(seconds)
+    except FutureTimeout as error:
+        raise RuntimeError(f"no result within {seconds:g} s") from error
 
 
-def _check_reachability(address: tuple[str, int], seconds: float) -> _Reachability:
-    """Connect to an address, and retry until there is a response or `seconds` have passed."""
+def can_connect(address: tuple[str, int], seconds: float) -> bool | None:
+    """Connect to an address, and retry until there is a response or `seconds` have passed.
+
+    Returns:
+        Whether the machine accepts the connection; False if no process listens on the port. None if
+        there is no response.
+    """
     end = time.monotonic() + seconds
 
-    def attempt() -> _Reachability:
+    def attempt() -> bool | None:
         try:
             with socket.create_connection(address, max(end - time.monotonic(), 0.1)):
-                return _Reachability.ACCEPTED
+                return True
         except ConnectionRefusedError:
-            return _Reachability.REFUSED
+            return False
         except OSError:
-            return _Reachability.NO_RESPONSE
+            return None
 
     while time.monotonic() < end:
         try:
             # a name lookup has no time limit
-            reachability = _run_with_timeout(end - time.monotonic() + 1.0, attempt)
+            is_accepted = _run_with_timeout(end - time.monotonic() + 1.0, attempt)
         except RuntimeError:
             break
-        if reachability is not _Reachability.NO_RESPONSE:
-            return reachability
+        if is_accepted is not None:
+            return is_accepted
         time.sleep(min(BEAT_S, seconds / 10))
-    return _Reachability.NO_RESPONSE
+    return None
 
 
 def _end_launcher(parent: int) -> None:
@@ -424,27 +408,14 @@ def describe_rank(rank: int, global_ranks: Sequence[int] | None) -> str:
 class Failure(NamedTuple):
     """Why an exchange failed, with torch's error."""
 
-    cause: Cause
-    """see `Cause`"""
-    source: str
-    """the first line of the error, after "torch.distributed reports: " if torch raised it"""
-
-    @property
-    def text(self) -> str:
-        """The description for this rank's error."""
-        # another rank may have ended with the same error
-        source = f" ({self.source})"
-        return self.cause.text if self.cause.text.endswith(source) else self.cause.text + source
-
-    @property
-    def is_follow_up(self) -> bool:
-        """Whether the ranks that failed are known, or the store failed and its host is known."""
-        return self.cause.is_found
-
-    @property
-    def reason(self) -> str:
-        """The description for the errors of other ranks: the first cause."""
-        return self.cause.text if self.is_follow_up else self.text
+    text: str
+    """the description for this rank's error"""
+    reason: str
+    """the description for the errors of other ranks: the first cause"""
+    is_follow_up: bool
+    """whether the ranks that failed are known, or the store failed and its host is known"""
+    ranks: Sequence[int]
+    """the ranks of the default group that the reason names"""
 
 
 def explain(monitor: HeartbeatMonitor, error: BaseException | None) -> Failure:
@@ -454,8 +425,11 @@ def explain(monitor: HeartbeatMonitor, error: BaseException | None) -> Failure:
     so it is not attributed to torch.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    source = "" if isinstance(error, TimeoutError) else "torch.distributed reports: "
-    return Failure(monitor.describe_failure(), f"{source}{lines[0]}")
+    reporter = "" if isinstance(error, TimeoutError) else "torch.distributed reports: "
+    cause, source = monitor.describe_failure(), f" ({reporter}{lines[0]})"
+    # another rank may have ended with the same error
+    text = cause.text if cause.text.endswith(source) else cause.text + source
+    return Failure(text, cause.text if cause.is_found else text, cause.is_found, cause.ranks)
 
 
 def worker_lost(
@@ -474,6 +448,5 @@ def worker_lost(
     in_step = "" if monitor.step is None else f" in step {monitor.step}"
     text = f"{who} waited {waited_s:.0f} s{in_step} for {what}: {failure.text}\n\nhint: {hint}"
     error = WorkerLost(text)
-    error.reason, error.is_follow_up = failure.reason, failure.is_follow_up
-    error.reason_ranks = failure.cause.ranks
+    _, error.reason, error.is_follow_up, error.reason_ranks = failure
     return error

@@ -137,9 +137,7 @@ def _initialize(backend: str, timeout_s: float) -> tuple[TCPStore, HeartbeatMoni
         if monitor is not None:
             failure = explain(monitor, error)
             reason = failure.text
-            monitor.stop(
-                failure.reason, is_follow_up=failure.is_follow_up, ranks=failure.cause.ranks
-            )
+            monitor.stop(failure.reason, is_follow_up=failure.is_follow_up, ranks=failure.ranks)
         raise WorkerLost(
             f"rank {rank} of {world_size} waited {waited:.0f} s for the other ranks at "
             f"{store_host.address[0]}:{store_host.address[1]}: {reason}\n\nhint: check that all "

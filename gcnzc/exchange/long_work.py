@@ -5,17 +5,15 @@ reading a graph may take longer. Ranks that are still working therefore report i
 an all-gather of a scalar, in which ranks that have finished take part while they wait.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import TypeVar
 
-import torch
-
-from gcnzc.exchange import Algorithm, AllGatherScalar, Broadcast, Group, WorkerLost, run
-from gcnzc.exchange.sync import all_gather_scalar
+from gcnzc.exchange import Algorithm, Group, WorkerLost, run
+from gcnzc.exchange.store import start_thread
+from gcnzc.exchange.sync import all_gather_scalar, broadcast_bytes
 
 T = TypeVar("T")
 
@@ -82,19 +80,8 @@ class Work:
         Raises:
             Exception: the error of the function.
         """
-        outcome: Future[T] = Future()
-
-        def work() -> None:
-            try:
-                outcome.set_result(function())
-            except Exception as error:
-                outcome.set_exception(error)
-
-        # a daemon thread does not delay the end of the process after Ctrl-C
-        thread = threading.Thread(target=work, name="gcnzc-work", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(self.interval_s)
+        outcome = start_thread("gcnzc-work", function)
+        while wait([outcome], self.interval_s).not_done:
             self.report_progress()
         return outcome.result()
 
@@ -120,10 +107,5 @@ def _broadcast_error(error: Exception | None, root: int, group: Group) -> Algori
     types = len(_ERROR_TYPES)
     index = next((i for i in range(types) if isinstance(error, _ERROR_TYPES[i])), types - 1)
     text = bytes([index]) + (str(error) or type(error).__name__).encode()
-    lengths = yield AllGatherScalar(len(text))
-    values = torch.zeros(lengths[root], dtype=torch.uint8)
-    if group.rank == root:
-        values = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    yield Broadcast(values, root)
-    received = bytes(values.tolist())
+    received = yield from broadcast_bytes(text, group.rank, root)
     return _ERROR_TYPES[received[0]](f"rank {root}: {received[1:].decode()}")

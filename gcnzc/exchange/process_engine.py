@@ -10,14 +10,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from gcnzc.exchange.agreement import CurrentWait, StallMonitor, mismatch
 from gcnzc.exchange.collectives import Collective
 from gcnzc.exchange.engine import Engine, Task
-from gcnzc.exchange.errors import ConnectionBroken, WorkerLost, reject
+from gcnzc.exchange.errors import ConnectionBroken, WorkerLost
 from gcnzc.exchange.heartbeat import HeartbeatMonitor, explain, worker_lost
 from gcnzc.exchange.pending import (
     ChannelThread,
@@ -51,6 +51,23 @@ T = TypeVar("T")
 
 # maximum number of intervals kept until `pop_request_intervals` or `pop_overlapped_intervals`
 TIMES_KEPT = 10_000
+
+
+def run(algorithm: Algorithm[T], group: "ProcessEngine") -> T:
+    """Run a distributed algorithm together with the other ranks, and return its result.
+
+    Args:
+        algorithm: a generator of requests. Its collectives must be the same on all ranks, in the
+            same order. Each `Send` needs a `Receive` on its peer.
+        group: the ranks. Tensors of requests are on the host or on this rank's GPU, and must be
+            ready on its current stream; the results are ready on that stream too.
+
+    Raises:
+        WorkerLost: another rank did not respond in time, or has ended; the message names it if
+            the heartbeats show which one it is.
+        RequestMismatch: the ranks made different requests; raised on all of them.
+    """
+    return group.run(algorithm)
 
 
 class ProcessEngine(Engine):
@@ -171,7 +188,8 @@ class ProcessEngine(Engine):
 
     def run_collective(self, task: Task, request: Any) -> bool:
         """See `Engine`."""
-        check_kind(request, Collective, "an algorithm yields")
+        if not isinstance(request, Collective):
+            check_kind(request, Collective, "an algorithm yields")
         is_started = task.channel is not None
         channel = self.channels[task.channel or ""]
         execute = partial(channel.execute, request, task.caller, is_started=is_started)
@@ -285,11 +303,21 @@ class ProcessEngine(Engine):
         hint = (error.hint or self.remedy) + (limit if self.backend == "gloo" else "")
         return worker_lost(self.monitor, waited_s, request.describe(), failure, hint)
 
-    def _reject(self, request: Request) -> None:
+    def _reject(self, request: Request) -> NoReturn:
         """Raise the error of a request to a group that is not connected, or closed."""
-        if self.backend and self.monitor is not None:
+        what = request.describe()
+        if not self.backend:
+            raise RuntimeError(
+                f"rank {self.rank} of {self.world_size} is not connected, so it cannot execute "
+                f"{what}\n\nhint: initialize torch.distributed before an optimizer is unpickled, "
+                "or load its state_dict() into a new one"
+            )
+        if self.monitor is not None:
             self.monitor.stop("its group is closed")
             # otherwise the other ranks would wait for the time limit
             self.abort()
-        what = request.describe()
-        reject(self.rank, self.world_size, what, is_closed=bool(self.backend))
+        raise RuntimeError(
+            f"rank {self.rank} requests {what} of a group that is closed\n\n"
+            "hint: call finalize() and everything else that communicates before close(), the end "
+            "of `with init_group()`, and destroy_process_group()"
+        )

@@ -25,10 +25,10 @@ from gcnzc.exchange.collectives import (
     start_receive,
 )
 from gcnzc.exchange.errors import ConnectionBroken, network
-from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.request_log import (
     ABORT_TAG,
     NO_HEADER,
+    Ledger,
     Need,
     RequestLog,
     channel_sequence,

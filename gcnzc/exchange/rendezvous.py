@@ -29,17 +29,13 @@ POLL_S_PER_WORKER = 0.001
 CHECK_S = 1.0
 
 
-def _check_nothing(seconds: float) -> None:
-    """Check nothing; the default if the processes of the other ranks are not visible."""
-
-
 def join_workers(
     store: Store,
     rank: int,
     world_size: int,
     timeout_s: float,
     stopped_s: float | None = None,
-    check_running: Callable[[float], None] = _check_nothing,
+    check_running: Callable[[float], None] = lambda seconds: None,
 ) -> str:
     """Wait until all ranks of this round have joined, and return the round's name.
 
@@ -60,34 +56,33 @@ def join_workers(
         TimeoutError: ranks are missing or stopped; the message names them.
     """
     stopped_s = timeout_s if stopped_s is None else stopped_s
-    limits = _Limits(timeout_s, stopped_s, check_running, world_size)
-    own = uuid.uuid4().hex
-    if rank == 0:
-        return _join_as_rank_zero(store, own, world_size, limits)
-    return _join_as_other_rank(store, own, rank, limits)
+    joining = _Joining(store, world_size, timeout_s, stopped_s, check_running)
+    return joining.lead() if rank == 0 else joining.follow(rank)
 
 
-class _Limits:
-    """The time limits and poll interval of a rendezvous."""
+class _Joining:
+    """The rendezvous of one rank; see `join_workers`."""
 
     def __init__(
         self,
+        store: Store,
+        world_size: int,
         timeout_s: float,
         stopped_s: float,
         check_running: Callable[[float], None],
-        world_size: int,
     ) -> None:
-        self.end, self.stopped_s = time.monotonic() + timeout_s, stopped_s
-        self.check_running = lambda: check_running(stopped_s)
+        self.store, self.world_size, self.stopped_s = store, world_size, stopped_s
+        self.check_running, self.checked_at = check_running, float("-inf")
+        self.own, self.end = uuid.uuid4().hex, time.monotonic() + timeout_s
         self.poll_s = max(POLL_S, world_size * POLL_S_PER_WORKER)
-        self.checked_at = float("-inf")
 
-    def is_check_due(self) -> bool:
-        """Whether `CHECK_S` has passed since the last call that returned True."""
-        if time.monotonic() - self.checked_at < CHECK_S:
-            return False
-        self.checked_at = time.monotonic()
-        return True
+    def check(self) -> bool:
+        """Check the processes of this machine each `CHECK_S`, and return whether it was done."""
+        is_due = time.monotonic() - self.checked_at >= CHECK_S
+        if is_due:
+            self.checked_at = time.monotonic()
+            self.check_running(self.stopped_s)
+        return is_due
 
     def wait(self, missing: Sequence[int]) -> None:
         """Sleep for the poll interval.
@@ -100,87 +95,77 @@ class _Limits:
             raise TimeoutError(f"rank {ranks}" if len(missing) == 1 else f"ranks {ranks}")
         time.sleep(self.poll_s)
 
+    def lead(self) -> str:
+        """Join as rank 0, which confirms the others."""
+        store, own = self.store, self.own
+        store.set("gcnzc/round", own)
+        seen: dict[int, str] = {}
+        count, unread, beat = 0, set[str](), 0
+        while len(seen) < self.world_size - 1:
+            missing = [rank for rank in range(1, self.world_size) if rank not in seen]
+            if self.check():
+                beat += 1
+                store.set(f"{own}/waiting", json.dumps([beat, missing]))
+            # arrivals are numbered, so that a poll takes three requests for any number of ranks
+            arrived = store.add(f"{own}/arrivals", 0)
+            unread |= {f"{own}/arrival/{number}" for number in range(count + 1, arrived + 1)}
+            count = arrived
+            for key, value in read_existing(store, sorted(unread)).items():
+                rank, name = json.loads(value)
+                seen[rank] = name
+                unread.discard(key)
+            if len(seen) < self.world_size - 1:
+                self.wait([rank for rank in missing if rank not in seen])
+        store.set(f"{own}/all", json.dumps(list(seen.values())))
+        return own
 
-def _join_as_rank_zero(store: Store, own: str, world_size: int, limits: _Limits) -> str:
-    store.set("gcnzc/round", own)
-    seen: dict[int, str] = {}
-    count, unread, beat = 0, set[str](), 0
-    while len(seen) < world_size - 1:
-        missing = [rank for rank in range(1, world_size) if rank not in seen]
-        if limits.is_check_due():
-            beat += 1
-            store.set(f"{own}/waiting", json.dumps([beat, missing]))
-            limits.check_running()
-        # arrivals are numbered, so that a poll takes three requests for any number of ranks
-        arrived = store.add(f"{own}/arrivals", 0)
-        unread |= {f"{own}/arrival/{number}" for number in range(count + 1, arrived + 1)}
-        count = arrived
-        for key, value in read_existing(store, sorted(unread)).items():
-            rank, name = json.loads(value)
-            seen[rank] = name
-            unread.discard(key)
-        if len(seen) < world_size - 1:
-            limits.wait([rank for rank in missing if rank not in seen])
-    store.set(f"{own}/all", json.dumps(list(seen.values())))
-    return own
-
-
-def _join_as_other_rank(store: Store, own: str, rank: int, limits: _Limits) -> str:
-    announced, rank_zero = "", _RankZero(limits.stopped_s)
-    while True:
-        # the name may be that of an earlier round, which gets no confirmation
-        name = store.get("gcnzc/round").decode() if store.check(["gcnzc/round"]) else ""
-        if name and name != announced:
-            number = store.add(f"{name}/arrivals", 1)
-            store.set(f"{name}/arrival/{number}", json.dumps([rank, own]))
-            announced, rank_zero = name, _RankZero(limits.stopped_s)
-        if name and own in json.loads(
-            read_existing(store, [f"{name}/all"]).get(f"{name}/all", b"[]")
-        ):
-            return name
-        if limits.is_check_due():
-            limits.check_running()
-            if name:
-                rank_zero.read(read_existing(store, [f"{name}/waiting"]))
-        limits.wait([each for each in rank_zero.missing if each != rank] or [0])
+    def follow(self, rank: int) -> str:
+        """Join as another rank, which registers under the name that rank 0 has drawn."""
+        store, announced, rank_zero = self.store, "", _RankZero()
+        while True:
+            # the name may be that of an earlier round, which gets no confirmation
+            name = store.get("gcnzc/round").decode() if store.check(["gcnzc/round"]) else ""
+            if name and name != announced:
+                number = store.add(f"{name}/arrivals", 1)
+                store.set(f"{name}/arrival/{number}", json.dumps([rank, self.own]))
+                announced, rank_zero = name, _RankZero()
+            confirmed = read_existing(store, [f"{name}/all"]) if name else {}
+            if any(self.own in json.loads(names) for names in confirmed.values()):
+                return name
+            if self.check() and name:
+                rank_zero.read(read_existing(store, [f"{name}/waiting"]), self.stopped_s)
+            self.wait([each for each in rank_zero.missing if each != rank] or [0])
 
 
 class _RankZero:
     """The state of rank 0: the ranks that it waits for, and whether it is still running."""
 
-    def __init__(self, stopped_s: float) -> None:
-        self.stopped_s = stopped_s
-        self.beats: list[int] = []
+    def __init__(self) -> None:
+        self.beats: set[int] = set()
         self.changed_at = time.monotonic()
-        self.waiting: list[int] = []
+        self.missing: list[int] = []
+        """the ranks that rank 0 waits for; empty unless it has written at least twice since this
+        rank registered"""
 
-    def read(self, found: Mapping[str, Any]) -> None:
+    def read(self, found: Mapping[str, Any], stopped_s: float) -> None:
         """Update from the values read from the store.
 
         Raises:
             TimeoutError: rank 0 has written before, but not for `stopped_s`.
         """
         for text in found.values():
-            beat, self.waiting = json.loads(text)
+            beat, waiting = json.loads(text)
             if beat not in self.beats:
-                self.beats.append(beat)
+                self.beats.add(beat)
                 self.changed_at = time.monotonic()
-        # rank 0 of an earlier round does not write any more, which is not an error
-        if self.is_alive and time.monotonic() - self.changed_at > self.stopped_s:
-            raise TimeoutError(
-                f"rank 0 has stopped sending heartbeats for {self.stopped_s:g} s while the ranks "
-                "connected"
-            )
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether rank 0 has written at least twice since this rank registered."""
-        return len(self.beats) > 1
-
-    @property
-    def missing(self) -> list[int]:
-        """The ranks that rank 0 waits for; empty unless `is_alive`."""
-        return self.waiting if self.is_alive else []
+            # rank 0 of an earlier round does not write any more, which is not an error
+            if len(self.beats) > 1:
+                self.missing = waiting
+                if time.monotonic() - self.changed_at > stopped_s:
+                    raise TimeoutError(
+                        f"rank 0 has stopped sending heartbeats for {stopped_s:g} s while the "
+                        "ranks connected"
+                    )
 
 
 # worker processes of this machine: a worker that is stopped while it imports torch never connects

@@ -1,13 +1,15 @@
-"""The requests that a rank has made, as headers that must be equal on all ranks.
+"""The requests that a rank has made: what they sent, and headers that are equal on all ranks.
 
 A header has the kind, dtype and size of a request, its caller, such as one of several optimizers,
 the number of the request, and a checksum of all requests before it. Over gloo a hash of the header
 is the tag of a message, see `gcnzc.exchange.agreement`.
 """
 
+import threading
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gcnzc.exchange.requests import Exchange
@@ -17,6 +19,58 @@ from gcnzc.exchange.requests import Exchange
 HEADERS_KEPT = 160
 # tag of the message that ends a rank's waits; no header has this tag
 ABORT_TAG = 2**31 - 1
+
+
+@dataclass
+class Entry:
+    """The counters of one kind of request."""
+
+    requests: int = 0
+    messages: int = 0
+    bytes_sent: int = 0
+
+
+@dataclass
+class Ledger:
+    """Counters of one rank, by kind of request; bytes are those of payloads, without headers.
+
+    The threads of channels count too. A request to the store counts the values that the rank sends;
+    the answers are sent by the process that hosts the store.
+    """
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def count(self, kind: str) -> None:
+        """Count one request of a kind."""
+        with self._lock:
+            self._find(kind).requests += 1
+
+    def add(self, kind: str, num_bytes: int, messages: int = 1) -> None:
+        """Add the messages and bytes that were sent for a request of a kind."""
+        with self._lock:
+            entry = self._find(kind)
+            entry.messages += messages
+            entry.bytes_sent += num_bytes
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes sent for all kinds of requests."""
+        with self._lock:
+            return sum(entry.bytes_sent for entry in self.entries.values())
+
+    @property
+    def requests(self) -> int:
+        """The number of requests of all kinds."""
+        with self._lock:
+            return sum(entry.requests for entry in self.entries.values())
+
+    def _find(self, kind: str) -> Entry:
+        if kind not in self.entries:
+            self.entries[kind] = Entry()
+        return self.entries[kind]
 
 
 class Header(NamedTuple):

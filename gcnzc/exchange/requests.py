@@ -330,16 +330,31 @@ class StoreRequest(Request, ABC):
 
     __slots__ = ()
 
+    @abstractmethod
+    def all_keys(self) -> Sequence[str]:
+        """Return the keys of the request."""
+
+    def sent_values(self) -> Sequence[bytes]:
+        """Return the values that a rank sends with the request."""
+        return ()
+
     def check(self) -> None:
-        """Check the request.
+        """Check that the keys are strings, and the types and sizes of keys and values.
 
         Raises:
-            ValueError: it is invalid.
+            ValueError: a key or value is too long, or a value is invalid.
         """
-
-    def bytes_sent(self) -> int:
-        """Return the bytes of the values that a rank sends with the request."""
-        return 0
+        name = type(self).__name__
+        for key in self.all_keys():
+            num_bytes = len(key.encode())
+            what = f"{name} with the key {_shorten(key)} of {num_bytes:,} bytes"
+            hint = f"at most {MAX_KEY_BYTES:,} bytes; use a hash of a longer key"
+            require(num_bytes <= MAX_KEY_BYTES, what, hint)
+        for value in self.sent_values():
+            is_valid = isinstance(value, bytes) and len(value) <= MAX_VALUE_BYTES
+            what = f"{name} with a value of {len(value):,} {type(value).__name__}"
+            hint = f"give at most {MAX_VALUE_BYTES:,} bytes; send larger values as messages"
+            require(is_valid, what, hint)
 
 
 @dataclass(slots=True)
@@ -361,20 +376,19 @@ class CompareAndSet(StoreRequest):
         """Describe the key, for error messages."""
         return f"CompareAndSet of the key {self.key}"
 
+    def all_keys(self) -> Sequence[str]:
+        """See `StoreRequest`."""
+        return [self.key]
+
+    def sent_values(self) -> Sequence[bytes]:
+        """See `StoreRequest`."""
+        return self.expected, self.value
+
     def check(self) -> None:
-        """Check the key, and the types and sizes of the values; raises ValueError."""
-        _check_key(self, self.key)
-        for value in (self.expected, self.value):
-            is_valid = isinstance(value, bytes) and len(value) <= MAX_VALUE_BYTES
-            what = f"{self.describe()} with a value of {len(value):,} {type(value).__name__}"
-            hint = f"give at most {MAX_VALUE_BYTES:,} bytes; send larger values as messages"
-            require(is_valid, what, hint)
+        """See `StoreRequest`."""
+        StoreRequest.check(self)
         hint = "an empty value means that the key does not exist; DeleteKeys deletes it"
         require(self.value, f"{self.describe()} to an empty value", hint)
-
-    def bytes_sent(self) -> int:
-        """Return the bytes of both values."""
-        return len(self.expected) + len(self.value)
 
 
 @dataclass(slots=True)
@@ -385,12 +399,11 @@ class _KeysRequest(StoreRequest):
         """Describe the number of keys, for error messages."""
         return f"{type(self).__name__} of {len(self.keys)} keys"
 
-    def check(self) -> None:
-        """Check that the keys are a sequence of valid keys, not a single string."""
+    def all_keys(self) -> Sequence[str]:
+        """See `StoreRequest`."""
         what = f"{type(self).__name__} of the key {_shorten(self.keys)}"
         require(not isinstance(self.keys, str), what, "give a list of strings")
-        for key in self.keys:
-            _check_key(self, key)
+        return self.keys
 
 
 class ReadKeys(_KeysRequest):
@@ -426,21 +439,17 @@ class WaitForKey(StoreRequest):
         """Describe the key, for error messages."""
         return f"the key {self.key}"
 
+    def all_keys(self) -> Sequence[str]:
+        """See `StoreRequest`."""
+        return [self.key]
+
     def check(self) -> None:
-        """Check the key, and that the limit is not negative or NaN; raises ValueError."""
-        _check_key(self, self.key)
+        """See `StoreRequest`; the limit must not be negative or NaN."""
+        StoreRequest.check(self)
         seconds = self.seconds
         is_limit = seconds is None or (isinstance(seconds, int | float) and seconds >= 0)
         what = f"a wait of {seconds!r} s for {self.describe()}"
         require(is_limit, what, "give at least 0 s, or None")
-
-
-def _check_key(request: StoreRequest, key: str) -> None:
-    """Raise an error if a key is not a string, cannot be encoded, or is too long."""
-    num_bytes = len(key.encode())
-    what = f"{type(request).__name__} with the key {_shorten(key)} of {num_bytes:,} bytes"
-    hint = f"at most {MAX_KEY_BYTES:,} bytes; use a hash of a longer key"
-    require(num_bytes <= MAX_KEY_BYTES, what, hint)
 
 
 def _shorten(value: object) -> str:

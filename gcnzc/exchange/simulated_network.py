@@ -12,7 +12,7 @@ from gcnzc.exchange.agreement import mismatch
 from gcnzc.exchange.collectives import as_bytes
 from gcnzc.exchange.engine import Task
 from gcnzc.exchange.errors import WorkerLost
-from gcnzc.exchange.ledger import Ledger
+from gcnzc.exchange.request_log import Ledger
 from gcnzc.exchange.requests import Algorithm, Receive, ReceiveAny, Send, require
 
 NEVER = float("inf")

@@ -5,7 +5,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
 from gcnzc.exchange.errors import ConnectionBroken, network
 from gcnzc.exchange.requests import (
@@ -15,6 +16,8 @@ from gcnzc.exchange.requests import (
     StoreRequest,
     WaitForKey,
 )
+
+T = TypeVar("T")
 
 # poll interval of a wait, at first and at most; a request takes 15 us to a store on this machine
 POLL_S, MAX_POLL_S = 0.0005, 0.01
@@ -88,6 +91,20 @@ class StoreThread(threading.Thread):
         # the garbage collector may close a group in this thread
         if threading.current_thread() is not self:
             self.join(END_S)
+
+
+def start_thread(name: str, function: Callable[[], T]) -> "Future[T]":
+    """Run a function in a daemon thread, which does not delay the end of the process."""
+    outcome: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(function())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return outcome
 
 
 class MemoryStore:

@@ -78,13 +78,13 @@ def all_gather_text(text: str) -> Algorithm[list[str]]:
     return [bytes(each.numpy()).decode() for each in texts]
 
 
-def broadcast_bytes(data: bytes, rank: int) -> Algorithm[bytes]:
-    """Broadcast the bytes of rank 0, and return them; the `data` of other ranks is ignored."""
+def broadcast_bytes(data: bytes, rank: int, root: int = 0) -> Algorithm[bytes]:
+    """Broadcast the bytes of rank `root`, and return them; `data` of other ranks is ignored."""
     lengths = yield AllGatherScalar(len(data))
-    values = torch.empty(lengths[0], dtype=torch.uint8)
-    if rank == 0 and data:
+    values = torch.empty(lengths[root], dtype=torch.uint8)
+    if rank == root and data:
         values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    yield Broadcast(values)
+    yield Broadcast(values, root)
     return bytes(values.numpy())
 
 

@@ -7,8 +7,8 @@ and a round, so all ranks compute the same result.
 A graph is a list of edges (i, j) of ranks with i < j, in ascending order. A matching is a graph in
 which each rank has at most one edge.
 
-    ring(4)                          # [(0, 1), (0, 3), (1, 2), (2, 3)]
-    random_matching(4, 0, round=7)   # such as [(0, 2), (1, 3)]
+    ring(4)                           # [(0, 1), (0, 3), (1, 2), (2, 3)]
+    maximum_matching(4, ring(4))      # such as [(0, 1), (2, 3)]
 
 Notation: W ranks, B (W, W) bandwidths, L (W, W) the Laplacian of a graph.
 """
@@ -207,21 +207,6 @@ def random_words(seed: int, round: int, count: int, stream: int = 0) -> NDArray[
     """
     generator = np.random.Philox(key=seed % (1 << 64), counter=[0, 0, stream, round])
     return np.asarray(generator.random_raw(count), dtype=np.uint64)
-
-
-def random_matching(world_size: int, seed: int, *, round: int) -> list[Edge]:
-    """Return a random matching that cannot be extended by a pair of ranks.
-
-    With an odd W, rank `round` mod W is idle, so that the ranks are idle in turn.
-
-    Args:
-        world_size: W.
-        seed: random seed of the order in which edges are added.
-        round: the number of the matching.
-    """
-    idle = idle_rank(world_size, round)
-    edges = [edge for edge in complete(world_size) if idle not in edge]
-    return _greedy_matching(edges, random_words(seed, round, len(edges)))
 
 
 def idle_rank(world_size: int, round: int) -> int | None:
