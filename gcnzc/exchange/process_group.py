@@ -20,9 +20,8 @@ from gcnzc.exchange.collectives import (
     SendReceive,
     Sum,
     as_bytes,
+    doubling_gather,
     from_bytes,
-    send_and_wait,
-    start_receive,
 )
 from gcnzc.exchange.errors import ConnectionBroken, network
 from gcnzc.exchange.request_log import (
@@ -61,18 +60,6 @@ class Ranks(Protocol):
 
     def is_nccl(self, request: Exchange) -> bool:
         """Whether NCCL executes a request, which has the time limit of its process group."""
-
-
-def barrier(rank: int, world_size: int) -> Algorithm[None]:
-    """Wait until all ranks have called it, by a dissemination barrier of ⌈log2 W⌉ rounds."""
-    rounds, distance = [], 1
-    while distance < world_size:
-        before, after = (rank - distance) % world_size, (rank + distance) % world_size
-        token = torch.zeros(1, dtype=torch.uint8)
-        rounds.append((after, (yield from start_receive(token, before))))
-        distance *= 2
-    for after, receive in rounds:
-        yield from send_and_wait(torch.zeros(1, dtype=torch.uint8), after, receive)
 
 
 class StagingBuffers:
@@ -183,8 +170,11 @@ class Channel:
         ranks.ledger.count(kind)
         before = self.header.words
         self.header = ranks.log.record(self.sequence, request, caller)
-        is_checked = self._add_pair(before, self.header.words)
-        is_checked |= self.header.number % CHECK_EVERY == 0
+        pair = before, self.header.words
+        is_checked = pair not in self.pairs or self.header.number % CHECK_EVERY == 0
+        if len(self.pairs) >= PAIRS_KEPT:
+            self.pairs.clear()
+        self.pairs.add(pair)
         is_on_gpu = request.is_on_gpu
         staged = request.copy_to_host(self.buffers.copy_to_host) if is_on_gpu else request
         if ranks.world_size > 1 and request.is_builtin(is_started=is_started):
@@ -203,17 +193,13 @@ class Channel:
         self._run_barrier()
 
     def _run_barrier(self) -> None:
-        """Run a barrier, whose messages have the header of the current request."""
-        algorithm = barrier(self.ranks.rank, self.ranks.world_size)
-        self._run_messages(algorithm, "", is_from_all=True)
+        """Run a barrier, whose messages have the header of the current request.
 
-    def _add_pair(self, before: str, words: str) -> bool:
-        """Whether these two requests follow each other for the first time on this channel."""
-        if len(self.pairs) >= PAIRS_KEPT:
-            self.pairs.clear()
-        count = len(self.pairs)
-        self.pairs.add((before, words))
-        return len(self.pairs) > count
+        A gather of one byte from each rank takes ⌈log2 W⌉ rounds, as a dissemination barrier does.
+        """
+        token = torch.zeros(1, dtype=torch.uint8)
+        algorithm = doubling_gather(token, self.ranks.rank, self.ranks.world_size)
+        self._run_messages(algorithm, "", is_from_all=True)
 
     def _run_messages(self, algorithm: Algorithm[Any], kind: str, *, is_from_all: bool) -> Any:
         """Run a collective by its messages, and return its answer.
