@@ -1,6 +1,5 @@
 """Means with one all-reduce, in the vector's dtype or in a shorter one."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +32,8 @@ class Dense(Compression):
     """dtype of the messages: float16 or bfloat16, to which sums are rounded as well; float32 or
     float64; None for the vector's dtype"""
 
+    is_reduced = True
+
     def __post_init__(self) -> None:
         if self.dtype not in (None, *DTYPES):
             raise ValueError(
@@ -44,12 +45,9 @@ class Dense(Compression):
         """See `Compression`."""
         return DenseReducer(num_elements, worker, self.dtype)
 
-    def bytes_sent(
-        self, num_elements: int, world_size: int, extras: int = 0, layers: Sequence[int] = ()
-    ) -> int:
-        """See `Compression`; of a ring all-reduce. Others send more bytes in fewer rounds."""
-        size = 4 if self.dtype is None else self.dtype.itemsize
-        return 2 * (world_size - 1) * (num_elements + extras) * size // world_size
+    def message_bytes(self, num_elements: int, worker: WorkerInfo, extras: int) -> int:
+        """See `Compression`."""
+        return (num_elements + extras) * (4 if self.dtype is None else self.dtype.itemsize)
 
 
 class DenseReducer(Reducer):

@@ -14,7 +14,6 @@ Notation: n elements, W ranks, k extras, K elements that a rank sends.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,12 +68,14 @@ class RandomSelection(SparseCompression):
         """See `Compression`."""
         return RandomReducer(num_elements, worker, self)
 
-    def bytes_sent(
-        self, num_elements: int, world_size: int, extras: int = 0, layers: Sequence[int] = ()
-    ) -> int:
-        """See `Compression`; of a ring all-reduce, or if `same` is False of an all-gather."""
-        sent = 4 * (count_elements(num_elements, self.density) + 1 + extras)
-        return 2 * (world_size - 1) * sent // world_size if self.same else (world_size - 1) * sent
+    @property
+    def is_reduced(self) -> bool:  # type: ignore[override]
+        """See `Compression`."""
+        return self.same
+
+    def message_bytes(self, num_elements: int, worker: WorkerInfo, extras: int) -> int:
+        """See `Compression`."""
+        return 4 * (count_elements(num_elements, self.density) + 1 + extras)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,19 @@ class Compression(ABC):
             worker: this rank, and the vector's device and dtype.
         """
 
-    @abstractmethod
+    is_reduced = False
+    """whether the messages are those of a ring all-reduce; otherwise all ranks get one from each"""
+
+    def message_bytes(self, num_elements: int, worker: WorkerInfo, extras: int) -> int:
+        """Return the bytes that a rank sends to each other one, or that the ranks all-reduce.
+
+        Args:
+            num_elements: n, the length of a float32 vector.
+            worker: the rank.
+            extras: k, the number of extras; see `Reducer.mean`.
+        """
+        raise NotImplementedError
+
     def bytes_sent(
         self, num_elements: int, world_size: int, extras: int = 0, layers: Sequence[int] = ()
     ) -> int:
@@ -76,6 +88,9 @@ class Compression(ABC):
             extras: k, the number of extras; see `Reducer.mean`.
             layers: see `WorkerInfo`.
         """
+        worker = WorkerInfo(0, world_size, torch.device("cpu"), torch.float32, layers)
+        sent = (world_size - 1) * self.message_bytes(num_elements, worker, extras)
+        return 2 * sent // world_size if self.is_reduced else sent
 
 
 class Reducer(ABC):
@@ -96,6 +111,9 @@ class Reducer(ABC):
     support: Tensor | None = None
     """(n,) bool on the device: the elements of the last mean that a rank has sent; the others are
     0. None for all elements"""
+
+    part = 0, 0
+    """the first and one past the last element of this rank's part, if it has a server error"""
 
     def __init__(self, num_elements: int, worker: WorkerInfo) -> None:
         self.num_elements, self.worker = num_elements, worker
@@ -147,11 +165,6 @@ class Reducer(ABC):
         extras = values[self.num_elements :]
         counts, self.extra_sums = read_scalars(count_not_finite(values), extras)
         return describe_non_finite(counts) if any(counts) else ""
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """The first and one past the last element of this rank's part, if it has a server error."""
-        return 0, 0
 
     def errors(self) -> dict[str, Tensor]:
         """Return the state that a checkpoint saves, by name; the tensors are not copies."""

@@ -82,16 +82,11 @@ def check_compression(compress: object, name: str = "compress") -> None:
     Raises:
         TypeError: it is neither a `Compression` nor None, such as a name.
     """
-    if compress is None or isinstance(compress, Compression):
-        return
-    hint = (
-        f"{name}=gcnzc.compress.compression({compress!r})"
-        if isinstance(compress, str)
-        else f"{name}=gcnzc.compress.Dense(torch.bfloat16), or another compression"
-    )
-    raise TypeError(
-        f"{name}={compress!r} is a {type(compress).__name__}, not a Compression\n\nhint: {hint}"
-    )
+    hint = f"{name}=gcnzc.compress.Dense(torch.bfloat16), or another compression"
+    if isinstance(compress, str):
+        hint = f"{name}=gcnzc.compress.compression({compress!r})"
+    if compress is not None:
+        check_kind(name, compress, Compression, hint)
 
 
 def _parse_density(name: str, text: str) -> float:

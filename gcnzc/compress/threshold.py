@@ -22,7 +22,6 @@ is omitted. The messages are
 Notation: n elements, S segments, W ranks, k extras, K elements that a rank sends.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,13 +76,10 @@ class Threshold(SegmentedCompression):
         """See `Compression`."""
         return ThresholdReducer(num_elements, worker, self)
 
-    def bytes_sent(
-        self, num_elements: int, world_size: int, extras: int = 0, layers: Sequence[int] = ()
-    ) -> int:
+    def message_bytes(self, num_elements: int, worker: WorkerInfo, extras: int) -> int:
         """See `Compression`; of a mean in which every segment sends k elements."""
-        count = self.segments(num_elements, layers).total
-        sent = 4 * (2 + extras) + payload_bytes(num_elements, count)
-        return (world_size - 1) * sent
+        count = self.segments(num_elements, worker.layers).total
+        return 4 * (2 + extras) + payload_bytes(num_elements, count)
 
 
 def payload_bytes(num_elements: int, count: int) -> int:

@@ -15,7 +15,6 @@ A message has, in this order
 Notation: n elements, W ranks, k extras, K elements that a rank sends.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +37,7 @@ from gcnzc.compress.value_formats import (
 )
 from gcnzc.exchange import Algorithm, AllGather
 from gcnzc.kernels.codec.index_codes import code_bytes, pack_indices, unpack_indices
-from gcnzc.kernels.codec.selection import Segments, select_largest
+from gcnzc.kernels.codec.selection import select_largest
 from gcnzc.system.arguments import check_choice
 
 CHUNK = 4096
@@ -99,19 +98,12 @@ class TopK(SegmentedCompression):
         """See `Compression`."""
         return TopKReducer(num_elements, worker, self)
 
-    def bytes_sent(
-        self, num_elements: int, world_size: int, extras: int = 0, layers: Sequence[int] = ()
-    ) -> int:
-        """See `Compression`; exact for any all-gather."""
-        segments = self.segments(num_elements, layers)
-        return (world_size - 1) * message_bytes(num_elements, segments, self.value_format, extras)
-
-
-def message_bytes(num_elements: int, segments: Segments, value_format: str, extras: int) -> int:
-    """Return the bytes of the message of one rank, a multiple of 4."""
-    values = value_bytes(value_format, segments.total, len(segments))
-    indices = code_bytes(num_elements, segments.total)
-    return 4 * (1 + extras) + values + -(-indices // 4) * 4
+    def message_bytes(self, num_elements: int, worker: WorkerInfo, extras: int) -> int:
+        """See `Compression`; a multiple of 4."""
+        segments = self.segments(num_elements, worker.layers)
+        values = value_bytes(self.value_format, segments.total, len(segments))
+        indices = code_bytes(num_elements, segments.total)
+        return 4 * (1 + extras) + values + -(-indices // 4) * 4
 
 
 class TopKReducer(SparseReducer):
@@ -119,7 +111,7 @@ class TopKReducer(SparseReducer):
 
     def __init__(self, num_elements: int, worker: WorkerInfo, options: TopK) -> None:
         super().__init__(num_elements, worker, options.error_feedback, options.error_decay)
-        self.value_format = options.value_format
+        self.options, self.value_format = options, options.value_format
         self.segments = options.segments(num_elements, worker.layers)
         self.counts = torch.from_numpy(self.segments.counts).to(worker.device)
         self.value_bytes = value_bytes(self.value_format, self.segments.total, len(self.segments))
@@ -128,7 +120,7 @@ class TopKReducer(SparseReducer):
     def exchange(self, vector: Tensor, extras: Tensor, bad: Tensor) -> Algorithm[str]:
         """See `SparseReducer`."""
         indices, _ = select_largest(vector, self.segments)
-        length = message_bytes(self.num_elements, self.segments, self.value_format, len(extras))
+        length = self.options.message_bytes(self.num_elements, self.worker, len(extras))
         message = torch.zeros(length, dtype=torch.uint8, device=vector.device)
         begin = 4 * (1 + len(extras))
         end = begin + self.value_bytes

@@ -22,7 +22,6 @@ Notation: n elements, W ranks, k extras.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -104,15 +103,11 @@ class Codec(Compression):
         """See `Compression`."""
         return TwoStageReducer(num_elements, worker, self)
 
-    def bytes_sent(
-        self, num_elements: int, world_size: int, extras: int = 0, layers: Sequence[int] = ()
-    ) -> int:
+    def message_bytes(self, num_elements: int, worker: WorkerInfo, extras: int) -> int:
         """See `Compression`."""
-        rows = sum(
-            codec.row_bytes(codec.block_layout(num_elements, world_size))
-            for codec in (self, self.mean_codec)
-        )
-        return (world_size - 1) * (rows + 4 * (1 + extras))
+        codecs, parts = (self, self.mean_codec), worker.world_size
+        rows = [codec.row_bytes(codec.block_layout(num_elements, parts)) for codec in codecs]
+        return sum(rows) + 4 * (1 + extras)
 
 
 class TwoStageReducer(Reducer):
@@ -129,7 +124,7 @@ class TwoStageReducer(Reducer):
         # of this rank's part, and of its mean
         self.part_layout = self.layout.part_layout(worker.rank)
         self.part_mean_layout = self.mean_layout.part_layout(worker.rank)
-        self.bounds = self.layout.bounds(worker.rank)
+        self.part = self.layout.bounds(worker.rank)
         self.code_bytes = codec.row_bytes(self.layout)
         self.mean_row_bytes = self.mean_codec.row_bytes(self.part_mean_layout)
         self.num_means = torch.zeros(1, dtype=torch.int64)
@@ -139,18 +134,9 @@ class TwoStageReducer(Reducer):
             self.server_error = self.worker_error.new_zeros(end - begin)
 
     @property
-    def part(self) -> tuple[int, int]:
-        """See `Reducer`."""
-        return self.bounds
-
-    @property
     def means(self) -> int:
         """The number of means computed so far, which determines the draws of random rounding."""
         return int(self.num_means)
-
-    @means.setter
-    def means(self, means: int) -> None:
-        self.num_means.fill_(means)
 
     def errors(self) -> dict[str, Tensor]:
         """See `Reducer`; includes `means` if rounding is random, so that draws do not repeat."""
