@@ -341,8 +341,11 @@ class AllGatherScalar(Collective):
         is_valid = isinstance(value, Real)
         if isinstance(value, Integral):
             is_valid = -(1 << 63) <= int(value) < 1 << 63
-        what = f"AllGatherScalar of {type(value).__name__} {value!r}"
-        require(is_valid, what, "give a float, or an integer of 64 bits")
+        if not is_valid:
+            raise ValueError(
+                f"AllGatherScalar of {type(value).__name__} {value!r}\n\n"
+                "hint: give a float, or an integer of 64 bits"
+            )
 
     def describe_header(self) -> HeaderFields:
         """Describe the dtype, which must be the same on all ranks."""

@@ -97,11 +97,8 @@ class Message(Exchange):
             ValueError: the peer is this rank or does not exist, the tag is not an integer of at
                 least 0, or the values are not a contiguous tensor.
         """
-        peer, tag, name = getattr(self, "peer", None), self.tag, type(self).__name__
-        if peer is None:
-            hint = "give the tag of the Send, an integer of at least 0"
-            require(tag is not None, f"{name} without a tag", hint)
-        elif peer == rank or not 0 <= peer < world_size:
+        peer, tag = getattr(self, "peer", None), self.tag
+        if peer is not None and (peer == rank or not 0 <= peer < world_size):
             raise ValueError(
                 f"{self.describe()} on rank {rank} of {world_size}\n\n"
                 f"hint: give a rank from 0 to {world_size - 1} that is not {rank}"
@@ -112,12 +109,13 @@ class Message(Exchange):
                 "contiguous\n\nhint: send values.contiguous(), or receive into a contiguous tensor "
                 "and copy it"
             )
-        require(
-            tag is None or (isinstance(tag, int) and tag >= 0),
-            f"{name} with tag {tag!r}",
-            "use an integer of at least 0, or None for messages that are received in the order in "
-            "which they are sent",
-        )
+        is_tag = tag is None and peer is not None
+        if not is_tag and not (isinstance(tag, int) and tag >= 0):
+            raise ValueError(
+                f"{type(self).__name__} with tag {tag!r}\n\nhint: use an integer of at least 0, or "
+                "None in a Send and Receive for messages that are received in the order in which "
+                "they are sent"
+            )
 
     def describe_header(self) -> HeaderFields:
         """Describe the size and dtype of the message, and its tag if it has one."""
