@@ -7,9 +7,12 @@ run in threads. In a simulation (`gcnzc.exchange.simulation`) a task that has to
 scheduler, and continues at a later virtual time.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from typing import Any
+
+import torch
 
 from gcnzc.exchange.collectives import Collective
 from gcnzc.exchange.errors import WorkerLost
@@ -133,11 +136,26 @@ class Engine(ABC):
         """React to the end of a task."""
         return
 
-    # what both backends do with a request
+    # requests; a simulation has its own time and memory
 
     def set_caller(self, task: Task, request: Caller) -> bool:
         """Execute a `Caller`."""
         task.answer, task.caller = task.caller, request.name
+        return True
+
+    def compute(self, task: Any, request: Compute) -> bool:
+        """Execute a `Compute`."""
+        request.sleep()
+        return True
+
+    def read_clock(self, task: Any, request: Now) -> bool:
+        """Execute a `Now`."""
+        task.answer = time.monotonic()
+        return True
+
+    def allocate(self, task: Any, request: Scratch) -> bool:
+        """Execute a `Scratch`."""
+        task.answer = torch.empty_like(request.values)
         return True
 
     def run_message(self, task: Task, message: Message) -> bool:
@@ -187,7 +205,7 @@ class Engine(ABC):
             ValueError: there are none, or one has no channel.
         """
         require(
-            pending and all(self.is_on_channel(each) for each in pending),
+            pending and all(getattr(each, "is_on_channel", False) for each in pending),
             f"{request.describe()}: {'a request has no channel' if pending else 'none is given'}",
             'start receives with the name of a channel, as Start(Receive(...), "mail")',
         )
@@ -202,18 +220,6 @@ class Engine(ABC):
         return self.use_store(task, request)
 
     # what a backend implements
-
-    @abstractmethod
-    def compute(self, task: Any, request: Compute) -> bool:
-        """Execute a `Compute`."""
-
-    @abstractmethod
-    def read_clock(self, task: Any, request: Now) -> bool:
-        """Execute a `Now`."""
-
-    @abstractmethod
-    def allocate(self, task: Any, request: Scratch) -> bool:
-        """Execute a `Scratch`."""
 
     @abstractmethod
     def run_collective(self, task: Any, request: Any) -> bool:
@@ -237,10 +243,6 @@ class Engine(ABC):
     @abstractmethod
     def start_task(self, task: Any, started: Any, channel: str, request: Start) -> Any:
         """Start a collective, a receive or an algorithm on a channel, and return its handle."""
-
-    @abstractmethod
-    def is_on_channel(self, pending: Any) -> bool:
-        """Whether a handle is that of a task on a channel."""
 
     @abstractmethod
     def wait_for(self, task: Any, pending: Any, request: Request) -> bool:

@@ -38,7 +38,7 @@ class Pending:
         future: "Future[Any] | None" = None,
     ) -> None:
         self.find_need, self.future = find_need, future
-        self.is_abandoned = False
+        self.is_on_channel, self.is_abandoned = future is not None, False
         self._wait: Callable[[], Any] | None = wait
         self._answer: Any = None
 

@@ -12,8 +12,6 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-import torch
-
 from gcnzc.exchange.agreement import CurrentWait, StallMonitor, mismatch
 from gcnzc.exchange.collectives import Collective
 from gcnzc.exchange.engine import Engine, Task
@@ -32,14 +30,11 @@ from gcnzc.exchange.process_group import Channel
 from gcnzc.exchange.request_log import Need
 from gcnzc.exchange.requests import (
     Algorithm,
-    Compute,
     Exchange,
     First,
     Message,
-    Now,
     ReceiveAny,
     Request,
-    Scratch,
     Start,
     StoreRequest,
     check_kind,
@@ -171,21 +166,6 @@ class ProcessEngine(Engine):
 
     # requests
 
-    def compute(self, task: Task, request: Compute) -> bool:
-        """See `Engine`."""
-        request.sleep()
-        return True
-
-    def read_clock(self, task: Task, request: Now) -> bool:
-        """See `Engine`."""
-        task.answer = time.monotonic()
-        return True
-
-    def allocate(self, task: Task, request: Scratch) -> bool:
-        """See `Engine`."""
-        task.answer = torch.empty_like(request.values)
-        return True
-
     def run_collective(self, task: Task, request: Any) -> bool:
         """See `Engine`."""
         if not isinstance(request, Collective):
@@ -225,10 +205,6 @@ class ProcessEngine(Engine):
         algorithm = started if isinstance(started, Generator) else yield_request(started)
         new = Task(algorithm, channel.name, task.caller)
         return thread.start(partial(self.run_task, new), started)
-
-    def is_on_channel(self, pending: Any) -> bool:
-        """See `Engine`."""
-        return isinstance(pending, Pending) and pending.future is not None
 
     def wait_for(self, task: Task, pending: Pending, request: Request) -> bool:
         """See `Engine`."""

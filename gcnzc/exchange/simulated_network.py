@@ -341,7 +341,7 @@ class SimulatedTask(Task):
         "computed_s", "is_abandoned", "is_done", "now", "rank", "waiting", "waits_for",
     )  # fmt: skip
 
-    request = None
+    request, is_on_channel = None, True
 
     def __init__(
         self,

@@ -206,20 +206,6 @@ class Simulation:
         task.waits_for = None
         self.schedule(at if at > task.now else task.now, task)
 
-    def end_task(self, task: SimulatedTask) -> None:
-        """End a task that has returned or failed; a rank whose algorithm failed is lost."""
-        task.is_done = True
-        self.tasks.pop(task, None)
-        for other in tuple(task.waiting):
-            if type(other) is TimedWait:
-                self.end_wait(other, other.request.pending.index(task), task.now)
-                continue
-            other.answer, other.error = task.answer, task.error
-            self.wake(other, task.now)
-        task.waiting.clear()
-        if task.channel is None and isinstance(task.error, WorkerLost):
-            self.lose(task.rank, task.now, task.error)
-
     def end_wait(self, wait: TimedWait, answer: Any, at: float) -> None:
         """Answer the task of a wait, unless that was done before, or its rank has crashed."""
         if wait.end():
@@ -510,8 +496,19 @@ class SimulatedRank(Engine):
         return True
 
     def end(self, task: SimulatedTask) -> None:
-        """See `Engine`."""
-        self.simulation.end_task(task)
+        """See `Engine`; a rank whose algorithm failed is lost."""
+        simulation = self.simulation
+        task.is_done = True
+        simulation.tasks.pop(task, None)
+        for other in tuple(task.waiting):
+            if type(other) is TimedWait:
+                simulation.end_wait(other, other.request.pending.index(task), task.now)
+                continue
+            other.answer, other.error = task.answer, task.error
+            simulation.wake(other, task.now)
+        task.waiting.clear()
+        if task.channel is None and task.error is not None:
+            simulation.lose(self.rank, task.now, task.error)
 
     def end_collective(self, task: SimulatedTask, error: WorkerLost) -> None:
         """See `Engine`; the other ranks of a collective would wait for this one."""
@@ -580,10 +577,6 @@ class SimulatedRank(Engine):
         if not is_any:
             self.last_in_channel[channel] = new
         return self.simulation.add_task(new)
-
-    def is_on_channel(self, pending: Any) -> bool:
-        """See `Engine`."""
-        return isinstance(pending, SimulatedTask)
 
     def wait_for(self, task: SimulatedTask, pending: Any, request: Request) -> bool:
         """See `Engine`: continue now, at a later time, or when the pending request ends."""
