@@ -500,9 +500,9 @@ class AllToAll(Collective):
             lengths = [torch.tensor([len(part)]) for part in self.parts]
             received = yield from direct_exchange(lengths, [1] * world_size, rank)
             counts = [int(count) for count in received]
-        dtype, size = self.parts[0].dtype, self.parts[0].element_size()
+        dtype = self.parts[0].dtype
         sent = self.parts if dtype == torch.uint8 else [as_bytes(part) for part in self.parts]
-        parts = yield from direct_exchange(sent, [count * size for count in counts], rank)
+        parts = yield from direct_exchange(sent, [count * dtype.itemsize for count in counts], rank)
         # the caller may change the parts that it has sent
         parts[rank] = parts[rank].clone()
         return parts if dtype == torch.uint8 else [part.view(dtype) for part in parts]
