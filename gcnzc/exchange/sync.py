@@ -4,6 +4,7 @@ These are algorithms for `run` and `lockstep`, independent of graphs.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -39,28 +40,23 @@ def check_same(lines: Sequence[str], what: str) -> Algorithm[None]:
         return
     texts = yield from all_gather_text("\n".join(lines))
     first, *others = (text.splitlines() for text in texts)
+    hint = "\n\nhint: all ranks must run the same program with the same options"
     for rank, other in enumerate(others, 1):
-        if other == first:
+        pairs = enumerate(zip_longest(first, other))
+        difference = next((each for each in pairs if each[1][0] != each[1][1]), None)
+        if difference is None:
             continue
-        index = next(
-            (i for i, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]),
-            min(len(first), len(other)),
-        )
-        hint = "\n\nhint: all ranks must run the same program with the same options"
-        first_line, other_line = (
-            each[index] if index < len(each) else None for each in (first, other)
-        )
-        if first_line is not None and other_line is not None:
-            name, is_option, first_value = first_line.partition("\t")
-            other_name, _, other_value = other_line.partition("\t")
-            if is_option and name == other_name:
-                raise ValueError(
-                    f"{name} differs between ranks: {first_value} on rank 0, {other_value} on rank "
-                    f"{rank}{hint}"
-                )
+        index, (own, line) = difference
+        name, is_option, value = (own or "").partition("\t")
+        other_name, _, other_value = (line or "").partition("\t")
+        if is_option and name == other_name:
+            raise ValueError(
+                f"{name} differs between ranks: {value} on rank 0, {other_value} on rank {rank}"
+                f"{hint}"
+            )
         raise ValueError(
-            f"the {what} of ranks 0 and {rank} differ: at line {index}, rank 0 has "
-            f"{_quote(first_line)} and rank {rank} has {_quote(other_line)}{hint}"
+            f"the {what} of ranks 0 and {rank} differ: at line {index}, rank 0 has {_quote(own)} "
+            f"and rank {rank} has {_quote(line)}{hint}"
         )
 
 
