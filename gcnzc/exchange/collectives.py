@@ -616,7 +616,8 @@ class SendReceive(TensorCollective):
 
     def describe_header(self) -> HeaderFields:
         """Describe the peer, size and dtype; pairs of ranks may differ in size and dtype."""
-        return _describe_pair(self.values.numel(), self.values.dtype, self.peer)
+        size = describe_size(self.values.numel(), self.values.dtype)
+        return "SendReceive", {self.peer: size}, {self.peer: size}
 
     def messages(self, rank: int, world_size: int, *, is_builtin: bool) -> Algorithm[Tensor]:
         """Send the values to the peer, and return those that it sends to this rank."""
@@ -632,12 +633,6 @@ class SendReceive(TensorCollective):
     def sent_bytes(self, rank: int, world_size: int) -> float:
         """Return the bytes that a rank sends: 0 if it is its own peer."""
         return 0 if self.peer == rank else self.num_bytes
-
-
-@lru_cache(DESCRIPTIONS_KEPT)
-def _describe_pair(num_elements: int, dtype: torch.dtype, peer: int) -> HeaderFields:
-    size = describe_size(num_elements, dtype)
-    return "SendReceive", {peer: size}, {peer: size}
 
 
 # what the algorithms of several collectives have in common
