@@ -87,6 +87,15 @@ def count_buffers(group):
     return sum(len(buffers) for each in free for buffers in each)
 
 
+def same(one, other):
+    """Whether two answers have the same bits."""
+    if isinstance(one, tuple):
+        return one == other
+    are_alike = one.dtype == other.dtype and one.shape == other.shape
+    flat = (each.contiguous().view(-1).view(torch.uint8) for each in (one, other))
+    return are_alike and torch.equal(*flat)
+
+
 def answer_everything(way):
     """Run `everything` twice in a process; return answers, ledger and numbers of buffers."""
     with executed_by(way), init_group(timeout_s=60) as group:
@@ -99,7 +108,8 @@ def answer_everything(way):
 def exchange_until(what):
     """Exchange until rank 1 is killed, stopped or slow."""
     shorten_waits()
-    with init_group(timeout_s=5) as group:
+    with init_group(timeout_s=20) as group:
+        group.timeout_s = 2
         for step in range(1000):
             group.set_status(step, "exchange")
             if step == 20 and group.rank == 1:
@@ -126,5 +136,5 @@ def stop_while_joining():
             os.kill(os.getpid(), signal.SIGSTOP)
 
         init.join_workers = join_and_stop
-    with init_group(timeout_s=5):
+    with init_group(timeout_s=3):
         pass

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from collective_sizes import WAYS, lockstep_by
+from exchange.cases import ask, same
 
 from gcnzc.exchange import (
     AllGather,
@@ -22,10 +23,6 @@ from gcnzc.exchange import (
 )
 
 WORLDS = [1, 2, 3, 5, 8]
-
-
-def ask(request):
-    return (yield request)
 
 
 def run_all(world_size, make, way=None, **options):
@@ -67,14 +64,6 @@ DTYPES = [
 def random_values(rank, shape, dtype):
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
-
-
-def same(one, other):
-    assert one.dtype == other.dtype
-    assert one.shape == other.shape
-    return torch.equal(
-        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

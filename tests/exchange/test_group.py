@@ -8,7 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_sizes import lockstep_by
-from exchange.cases import answer_everything, everything, exchange_until, stop_while_joining
+from exchange.cases import (
+    answer_everything,
+    ask,
+    everything,
+    exchange_until,
+    same,
+    stop_while_joining,
+)
 from limits import HANG_S
 from processes import results, shorten_waits, talk, workers
 
@@ -32,15 +39,6 @@ from gcnzc.optim import LocalSGD
 FLOATS = (torch.float32, torch.float64)
 # collectives that the process group may execute
 MAY_BE_BUILTIN = ("Sum", "Mean", "AllGather", "AllToAll", "Broadcast")
-
-
-def same(one, other):
-    if isinstance(one, tuple):
-        return one == other
-    assert one.dtype == other.dtype
-    assert one.shape == other.shape
-    flat = (each.contiguous().view(-1).view(torch.uint8) for each in (one, other))
-    return torch.equal(*flat)
 
 
 @pytest.mark.parametrize(("world_size", "way"), [(2, "messages"), (5, "messages"), (3, "builtin")])
@@ -117,10 +115,6 @@ def test_a_rank_that_stops_during_the_rendezvous_is_reported(tmp_path):
         assert not re.search(r"rank [02] (never connected|on \S+ has stopped)", said), said
 
 
-def ask(request):
-    return (yield request)
-
-
 def begin(request):
     return (yield Wait((yield Start(request))))
 
@@ -139,7 +133,8 @@ def fail_to_connect():
     rank, new_group = int(os.environ["RANK"]), dist.new_group
 
     messages, num_threads = [], []
-    with init_group(timeout_s=5) as group:
+    with init_group(timeout_s=20) as group:
+        group.timeout_s = 2
         if rank == 1:
             dist.new_group = fail
         for function in (
@@ -155,7 +150,7 @@ def fail_to_connect():
     if rank == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
     try:
-        with init_group(timeout_s=5):
+        with init_group(timeout_s=3):
             pass
     except WorkerLost as error:
         messages.append(f"{type(error).__name__}: {error}")

@@ -16,8 +16,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from exchange.cases import ask
 from limits import HANG_S, NEVER_S
-from processes import results
+from processes import results, shorten_waits
 from torch.distributed import HashStore, TCPStore
 
 from gcnzc.exchange import (
@@ -217,10 +218,6 @@ def test_only_a_process_that_a_launcher_started_ends_with_its_parent(has_launche
     assert killed.is_set() == has_launcher
 
 
-def ask(request):
-    return (yield request)
-
-
 @pytest.mark.parametrize(
     ("num_steps", "message"),
     [(None, "waited 0 s for Mean of 4 bytes"), (4, "waited 0 s in step 5 for Mean of 4 bytes")],
@@ -283,6 +280,7 @@ def test_a_rank_that_ended_because_this_one_was_slow_is_named(global_ranks):
 
 def leave_early(how):
     """Return this rank's error after rank 2 of three has left the group."""
+    shorten_waits()
     text = ""
     try:
         with init_group(timeout_s=20) as group:

@@ -6,6 +6,7 @@ import tracemalloc
 import pytest
 import torch
 from collective_sizes import WAYS, lockstep_by
+from exchange.cases import ask
 from slow_cases import seeds
 
 from gcnzc.exchange import (
@@ -28,10 +29,6 @@ from gcnzc.exchange import (
 )
 
 LINK = Link(bytes_per_s=1e6, delay_s=0.001, message_s=1e-4)
-
-
-def ask(request):
-    return (yield request)
 
 
 def test_messages_to_one_rank_share_its_incoming_bandwidth():

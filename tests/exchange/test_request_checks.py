@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from exchange.cases import ask
 
 from gcnzc.exchange import (
     AllGather,
@@ -27,10 +28,6 @@ from gcnzc.exchange import (
     lockstep,
     run,
 )
-
-
-def ask(request):
-    return (yield request)
 
 
 def start(request, channel=None):
