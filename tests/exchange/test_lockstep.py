@@ -155,7 +155,7 @@ def test_memory_is_proportional_to_the_messages_in_flight():
         for _ in range(rounds):
             yield Sum(SizeOnly(10_000))
 
-    rounds = 1200
+    rounds = 400
     tracemalloc.start()
     lockstep_by("builtin", [work(rounds) for _ in range(4)], LINK)
     _, peak = tracemalloc.get_traced_memory()
