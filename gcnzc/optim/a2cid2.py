@@ -21,8 +21,7 @@ Notation: n elements of the flat parameter vector.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,14 +36,13 @@ from gcnzc.exchange.topology import (
     laplacian,
     maximal_resistance,
 )
-from gcnzc.optim.control import OverlappedControl
 from gcnzc.optim.defaults import MAX_GOSSIP_RATE
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.gossip import GossipGraph
-from gcnzc.optim.local_method import Fragment
+from gcnzc.optim.local_method import Fragment, has_exchanges
 from gcnzc.optim.method import identify_caller
-from gcnzc.optim.offers import MAX_OVERLAPPING, Offers, OverlappedGossip
-from gcnzc.optim.state import Field, Number, Vector
+from gcnzc.optim.offers import OverlappedGossip
+from gcnzc.optim.state import Field, Number, Option, Vector
 from gcnzc.optim.validation import check_above_zero, check_at_least_zero
 from gcnzc.system.arguments import check_flag
 
@@ -59,10 +57,11 @@ class A2CiD2(OverlappedGossip):
 
     With `asynchronous=False` the ranks exchange in rounds of pairs, and a rank waits for its peer.
     A run is reproducible bit for bit, even if it is resumed. With `asynchronous=True` exchanges are
-    overlapped with the steps, and a rank does not wait for others before `average_parameters` or
-    `finalize`. Use it if ranks differ in speed, or if exchanges take a large fraction of the time.
-    All ranks still take the same number of steps. A saved state does not contain pending exchanges,
-    so the mean of the ranks' parameters changes slightly when the state is loaded.
+    overlapped with the steps, and a rank waits for others only in `average_parameters` and
+    `finalize`, or if it is `control_interval` to twice as many steps ahead. Use it if ranks differ
+    in speed, or if exchanges take a large fraction of the time. All ranks still take the same
+    number of steps. A saved state does not contain pending exchanges, so the mean of the ranks'
+    parameters changes slightly when the state is loaded.
 
     The momentum reduces the differences between ranks if the graph has many hops, as a ring has. In
     a complete graph, and between two ranks, it has no benefit.
@@ -83,21 +82,24 @@ class A2CiD2(OverlappedGossip):
         eta: replaces the constant of the graph; 0 for gossip without momentum, which needs no
             memory for x~. None for the constant of the graph.
         control_interval: the number of steps from one sum of the signals and comparison of options
-            over all ranks to the next. With `asynchronous=True` the sums are overlapped.
+            over all ranks to the next; 10 by default. With `asynchronous=True` it is 32 by default,
+            and the sums overlap with the steps.
         options: the options of `DistributedOptimizer`.
 
     Raises:
         ValueError: an option is out of range, or there is no such graph of so many ranks.
     """
 
-    x: Tensor
-    """(n,): the parameters, which the events of a step change"""
-    second: Tensor | None
+    second: Tensor | None = None
     """(n,): x~; None without momentum"""
     measured_rate: float
     """with `asynchronous`, exchanges per step, a moving average"""
     step_s: float
     """with `asynchronous`, the duration of a step, in seconds; 0 until it is measured"""
+    last_s: float | None = None
+    """when the last step ended; None after a pause"""
+    num_before = 0
+    """`num_pairs` at the end of the last step"""
     compared_options = (
         *("topology", "gossip_rate", "asynchronous", "eta"),
         *OverlappedGossip.compared_options,
@@ -112,7 +114,6 @@ class A2CiD2(OverlappedGossip):
         gossip_rate: float = 1.0,
         asynchronous: bool = False,
         eta: float | None = None,
-        control_interval: int = 10,
         **options: Any,
     ) -> None:
         check_above_zero("gossip_rate", gossip_rate, MAX_GOSSIP_RATE)
@@ -120,68 +121,55 @@ class A2CiD2(OverlappedGossip):
         if eta is not None:
             check_at_least_zero("eta", eta)
         self.topology, self.gossip_rate, self.eta = GossipGraph(topology), gossip_rate, eta
-        self.asynchronous = asynchronous
-        # ranks that do not wait for each other make their offers at different steps
-        self.is_uniform = not asynchronous
-        self.last_s: float | None = None
-        """when the last step ended; None after a pause"""
-        super().__init__(inner, group, control_interval=control_interval, **options)
+        self.asynchronous, self.has_momentum = asynchronous, eta != 0
+        if asynchronous:
+            # ranks that do not wait for each other make their offers at different steps
+            self.is_uniform = False
+            options.setdefault("control_interval", 32)
+        super().__init__(inner, group, **options)
 
     def start(self) -> None:
         """See `DistributedOptimizer`."""
         world_size = self.group.world_size
-        edges = self.topology.edges(world_size)
-        self.matchings = color_edges(edges)
+        self.edges = self.topology.edges(world_size)
+        self.matchings = color_edges(self.edges)
         """the matchings of the rounds, so that each edge is used equally often"""
         if self.asynchronous:
             rates = self.topology.rates(world_size, self.gossip_rate)
         else:
-            rates = dict.fromkeys(edges, self.gossip_rate / max(1, len(self.matchings)))
+            rates = dict.fromkeys(self.edges, self.gossip_rate / max(1, len(self.matchings)))
         self.momentum = compute_momentum(world_size, rates, self.eta)
         super().start()
 
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`."""
         own: dict[str, Any] = {"kind": "local", "resize": "mean"}
-        return [
+        fields = [
             *super().declare(),
-            Vector(
-                self, "second", self.flat.num_elements, is_optional=True, may_overflow=True, **own
-            ),
+            Option(self, "has_momentum"),
             Number(self, "num_pairs", **own),
             Number(self, "step_s", 0.0, **own),
             Number(self, "measured_rate", float(self.gossip_rate), **own),
             Number(self, "credit", 0.0, least=-math.inf, **own),
         ]
-
-    def connect(self) -> None:
-        """See `DistributedOptimizer`."""
-        self.x = self.flat.zeros()[:0]
-        if self.asynchronous and self.group.world_size > 1:
-            self.offers = Offers(self, self.topology.edges(self.group.world_size))
-            self.control = OverlappedControl(self, self.control_interval)
-        super().connect()
+        if self.has_momentum:
+            own |= {"may_overflow": True, "exists": has_exchanges}
+            fields.append(Vector(self, "second", self.flat.num_elements, **own))
+        return fields
 
     def restart(self) -> None:
         """See `LocalMethod`."""
         self.x = self.parameters
-        self.second = self.x.clone() if self.momentum.eta else None
+        self.second = self.x.clone() if self.has_momentum else None
 
     def on_load(self) -> None:
         """See `DistributedOptimizer`."""
-        second = self.second
         super().on_load()
         if not self.is_inner_only:
-            self.restart()
-        # a state that was saved without momentum has no x~
-        if self.second is not None and second is not None:
-            self.second = second
-        self.last_s = None
-        if self.asynchronous and self.group.world_size > 1:
-            # exchanges with parameters from before the load are ignored
-            self.offers.generation += 1
-            self.control.step = self.steps
-            self.num_before = self.num_pairs
+            self.x = self.parameters
+        # exchanges with parameters from before the load are ignored
+        self.num_loads += 1
+        self.last_s, self.num_before = None, self.num_pairs
 
     # --- the events
 
@@ -248,9 +236,9 @@ class A2CiD2(OverlappedGossip):
 
     # --- when the ranks exchange
 
-    def gossip(self, step: int) -> Algorithm[None]:
-        """See `Gossip`: the events of the time from `step` - 1 to `step`."""
-        yield from self._make_offers() if self.asynchronous else self._take_rounds(step - 1)
+    def take_part(self, step: int) -> Algorithm[None]:
+        """See `PartialExchanges`: the events of the time from `step` - 1 to `step`."""
+        yield from self._overlap_exchanges() if self.asynchronous else self._take_rounds(step - 1)
         self.flat.write_parameters(self.x)
 
     def _take_rounds(self, begin: int) -> Algorithm[None]:
@@ -271,29 +259,22 @@ class A2CiD2(OverlappedGossip):
         """Return the number of rounds in the steps up to this one."""
         return math.floor(self.gossip_rate * step + 0.5)
 
-    def _make_offers(self) -> Algorithm[None]:
-        """Process messages and make offers; see `Offers`.
+    def _overlap_exchanges(self) -> Algorithm[None]:
+        """Process messages and make offers; see `gcnzc.optim.offers`.
 
         The unit of time is the duration of a step of this rank: an exponential moving average, in
         which the newest step has the weight 1/2. eta is proportional to the exchanges per step, and
         was computed for `gossip_rate` of them. If fewer exchanges end, mixing is reduced in
         proportion.
         """
-        offers, rate = self.offers, self.gossip_rate
-        yield from offers.open()
+        yield from self.open_channels()
         self.apply_gradient()
         time = self._time_since_last((yield Now()))
-        self.mix(time * min(1.0, self.measured_rate / rate))
-        yield from offers.process_messages()
-        self.credit = min(max(self.credit, -MAX_OVERLAPPING) + rate, MAX_OVERLAPPING)
-        while self.credit >= 0 and offers.can_offer():
-            self.num_exchanges += 1
-            yield from offers.make_offer()
+        self.mix(time * min(1.0, self.measured_rate / self.gossip_rate))
+        yield from self.process_messages()
+        yield from self.make_offers(self.gossip_rate)
         applied, self.num_before = self.num_pairs - self.num_before, self.num_pairs
         self.measured_rate += RATE_WEIGHT * (applied - self.measured_rate)
-
-    num_before = 0
-    """`num_pairs` at the end of the last step"""
 
     def _time_since_last(self, now: float) -> float:
         """Return the time since the last call in steps, and update the duration of a step."""
@@ -304,16 +285,7 @@ class A2CiD2(OverlappedGossip):
         self.step_s = (self.step_s + elapsed) / 2 if self.step_s else elapsed
         return min(elapsed / self.step_s, MAX_TIME)
 
-    # --- signals, and collectives of all ranks, if the ranks do not wait for each other
-
-    def exchange(self, step: int) -> Algorithm[None]:
-        """See `LocalMethod`."""
-        if not self.asynchronous:
-            yield from super().exchange(step)
-            return
-        self.control.step = step
-        yield from self.gossip(step)
-        yield from self.control.after_step()
+    # --- collectives of all ranks, if the ranks do not wait for each other
 
     @identify_caller
     def pause_exchanges_algorithm(self) -> Algorithm[None]:
@@ -322,19 +294,17 @@ class A2CiD2(OverlappedGossip):
         if self.asynchronous and not self.is_inner_only:
             # the pause does not count as the time of a step
             self.last_s = None
-            yield from self.offers.open()
+            yield from self.open_channels()
             self.flat.read_parameters(self.x)
-            others = yield Start(Sum(torch.zeros(1)), self.control.channel)
-            yield from self.offers.process_until(others)
-            self.flat.write_parameters(self.x)
-            yield from self.control.finish_sums()
+            yield from self.wait_for_all((yield Start(Sum(torch.zeros(1)), self.channel)))
 
     def apply_pending_algorithm(self) -> Algorithm[None]:
         """See `LocalMethod`: end the exchanges with all ranks, until the next step."""
         if self.asynchronous:
-            yield from self.offers.open()
+            yield from self.open_channels()
             self.flat.read_parameters(self.x)
-            yield from self.offers.close()
+            yield from super().apply_pending_algorithm()
+            yield from self.close()
             self.flat.write_parameters(self.x)
 
     @property
@@ -343,8 +313,7 @@ class A2CiD2(OverlappedGossip):
         return super().state_bytes + self.x.nbytes
 
 
-@dataclass(frozen=True)
-class MomentumConstants:
+class MomentumConstants(NamedTuple):
     """The constants of A2CiD2's momentum, from section 3 of Nabli, Belilovsky and Oyallon (2023).
 
     `compute_momentum` computes them from a graph.

@@ -19,22 +19,25 @@ Notation: W ranks, n elements of the flat parameter vector.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gcnzc.exchange import Algorithm, Group, Receive, Send, Start, Wait
+from gcnzc.exchange import Algorithm, Group, Now, Receive, Send, Start, Wait
 from gcnzc.exchange.topology import Edge, metropolis_weights, neighbors, sort_edges
 from gcnzc.optim.gossip import GossipGraph
 from gcnzc.optim.local_method import Fragment
-from gcnzc.optim.rounds import ClosedRound, Quorum, Rounds
-from gcnzc.optim.validation import check_at_least_zero, check_count
+from gcnzc.optim.rounds import ClosedRound, Rounds
+from gcnzc.optim.validation import check_at_least_zero
 
 MIN_GRACE_S = 0.002
 """least time that a rank waits before it closes a round, unless `grace` is 0"""
+STEPS_KEPT = 16
+"""the number of steps whose times a rank keeps"""
 
 
 class BackupWorkers(Rounds):
@@ -62,19 +65,22 @@ class BackupWorkers(Rounds):
             fraction of the shortest time of its last 16 local steps. It is at least 2 ms, unless
             `grace` is 0. Without it, ranks that are about equally fast would miss each other's
             rounds. With infinity, every round waits for all ranks.
-        control_interval: the number of steps from one sum of signals to the next. The sums overlap
-            with the steps: a signal is received `control_interval` to twice as many steps after it
-            was sent.
-        wait_interval: the number of steps after which all ranks wait for one another, such as the
-            number of steps of an epoch; None if they never wait. The waits have the time limit of
-            the group.
-        options: the options of `DistributedOptimizer`.
+        control_interval: the number of steps from one sum of signals to the next; 32 by default.
+            The sums overlap with the steps: a signal is received `control_interval` to twice as
+            many steps after it was sent.
+        options: `wait_interval` of `Rounds`, and the options of `DistributedOptimizer`.
 
     Raises:
         ValueError: an option is out of range, or there is no such graph.
     """
 
-    rules: "TreeQuorum"
+    edges: list[Edge]
+    """the graph"""
+    tree: list[Edge]
+    """its spanning tree. The memory of a round is, for each of its edges, whether it is pending:
+    whether the current epoch has not established it"""
+    ended_s: float | None
+    """the time of the end of the last step"""
     compared_options = ("topology", "grace", *Rounds.compared_options)
 
     def __init__(
@@ -84,37 +90,67 @@ class BackupWorkers(Rounds):
         *,
         topology: str | Iterable[Edge] = "ring",
         grace: float = 0.1,
-        control_interval: int = 32,
-        wait_interval: int | None = None,
         **options: Any,
     ) -> None:
         if grace != math.inf:
             check_at_least_zero("grace", grace)
-        if wait_interval is not None:
-            check_count("wait_interval", wait_interval, 1)
-        self.topology, self.grace, self.wait_interval = GossipGraph(topology), grace, wait_interval
-        super().__init__(inner, group, control_interval=control_interval, **options)
+        self.topology, self.grace = GossipGraph(topology), grace
+        self.wait_s = MIN_GRACE_S if 0 < grace < math.inf else grace
+        self.is_for_all_ranks = grace == math.inf
+        self.step_s: deque[float] = deque(maxlen=STEPS_KEPT)
+        """the times of this rank's last local steps in seconds"""
+        super().__init__(inner, group, **options)
 
-    def make_quorum(self, world_size: int) -> "TreeQuorum":
-        """See `Rounds`."""
-        return TreeQuorum(world_size, self.topology.edges(world_size))
+    def start(self) -> None:
+        """See `DistributedOptimizer`."""
+        self.edges = self.topology.edges(self.group.world_size)
+        self.tree = depth_first_tree(self.group.world_size, self.edges)
+        super().start()
 
-    @property
-    def wait_s(self) -> float:
-        """See `Rounds`."""
-        if self.grace in (0.0, math.inf):
-            return self.grace
-        return max(MIN_GRACE_S, self.grace * min(self.step_s, default=0.0))
+    def outside(self) -> dict[str, Any]:
+        """See `PartialExchanges`."""
+        return super().outside() | {"ended_s": None}
 
-    @property
-    def is_for_all_ranks(self) -> bool:
+    # --- when a round closes
+
+    def begin_memory(self) -> tuple[int, ...]:
+        """See `Rounds`: all edges of the tree are pending."""
+        return (1,) * len(self.tree)
+
+    def pending_edges(self, closed: ClosedRound) -> list[Edge]:
+        """Return the edges of the tree that are pending after a round."""
+        return [edge for edge, flag in zip(self.tree, closed.memory, strict=True) if flag]
+
+    def is_enough(self, last: ClosedRound, finished: set[int], active: set[int]) -> bool:
+        """See `Rounds`: whether both ends of a pending edge have finished.
+
+        If all pending edges have a paused end, any edge of the graph suffices. If the ranks that
+        are not paused have no edge, or all of them have finished, no edge is necessary.
+        """
+        usable = [edge for edge in self.pending_edges(last) if active.issuperset(edge)]
+        usable = usable or [edge for edge in self.edges if active.issuperset(edge)]
+        return not usable or active <= finished or any(map(finished.issuperset, usable))
+
+    def remember(self, last: ClosedRound, members: Sequence[int]) -> tuple[int, ...]:
         """See `Rounds`."""
-        return self.grace == math.inf
+        pending = {edge for edge in self.pending_edges(last) if not set(members).issuperset(edge)}
+        return tuple(int(edge in pending) for edge in self.tree) if pending else self.begin_memory()
+
+    # --- the mean of the members
+
+    def exchange(self, step: int) -> Algorithm[None]:
+        """See `LocalMethod`; measures the time of the local step."""
+        if self.ended_s is not None:
+            self.step_s.append((yield Now()) - self.ended_s)
+        if 0 < self.grace < math.inf:
+            self.wait_s = max(MIN_GRACE_S, self.grace * min(self.step_s, default=0.0))
+        yield from super().exchange(step)
+        self.ended_s = yield Now()
 
     def take_part(self, step: int) -> Algorithm[None]:
         """See `Rounds`: average with the neighbours that are members of the round."""
         closed = yield from self.finish_round(step)
-        if not self.rules.peers(closed, self.group.rank):
+        if not self.peers(closed, self.group.rank):
             return
         (fragment,) = self.fragments
         own = self.flat.empty()
@@ -139,61 +175,20 @@ class BackupWorkers(Rounds):
         any.
         """
         rank, sends, inboxes = self.group.rank, [], {}
-        for peer in self.rules.peers(closed, rank):
+        for peer in self.peers(closed, rank):
             # the two ranks of an edge start in opposite orders, as NCCL requires
             for is_send in (rank < peer, rank > peer):
                 if is_send and rank not in closed.damaged:
                     sends.append((yield Start(Send(own, peer))))
                 elif not is_send and peer not in closed.damaged:
                     inboxes[peer] = yield Start(Receive(torch.empty_like(own), peer))
-        mean, weights = torch.zeros_like(own), self.rules.weights(closed, rank)
+        mean, weights = torch.zeros_like(own), self.weights(closed, rank)
         for peer, weight in weights.items():
             mean.add_(own if peer == rank else (yield Wait(inboxes[peer])), alpha=weight)
         for pending in sends:
             yield Wait(pending)
         self.note_damaged(closed)
         return mean if weights else None
-
-
-class TreeQuorum(Quorum):
-    """Rounds on a graph: a quorum has both ends of a pending edge of a spanning tree.
-
-    The memory of a round is, for each edge of the tree, whether it is pending: whether the current
-    epoch has not established it.
-
-    Args:
-        world_size: W.
-        edges: the graph; connects all ranks.
-    """
-
-    def __init__(self, world_size: int, edges: Sequence[Edge]) -> None:
-        super().__init__(world_size)
-        self.edges, self.tree = list(edges), depth_first_tree(world_size, edges)
-
-    def begin_memory(self) -> tuple[int, ...]:
-        """See `Quorum`."""
-        return (1,) * len(self.tree)
-
-    def pending(self, closed: ClosedRound) -> list[Edge]:
-        """Return the edges of the tree that are pending after a round."""
-        return [edge for edge, flag in zip(self.tree, closed.memory, strict=True) if flag]
-
-    def is_enough(self, last: ClosedRound, finished: set[int], active: set[int]) -> bool:
-        """See `Quorum`: whether both ends of a pending edge have finished.
-
-        If all pending edges have a paused end, any edge of the graph suffices. If the ranks that
-        are not paused have no edge, or all of them have finished, no edge is necessary.
-        """
-        usable = [edge for edge in self.pending(last) if active.issuperset(edge)]
-        usable = usable or [edge for edge in self.edges if active.issuperset(edge)]
-        return not usable or active <= finished or any(map(finished.issuperset, usable))
-
-    def remember(self, last: ClosedRound, members: Sequence[int]) -> tuple[int, ...]:
-        """See `Quorum`."""
-        pending = {edge for edge in self.pending(last) if not set(members).issuperset(edge)}
-        if not pending:
-            return self.begin_memory()
-        return tuple(int(edge in pending) for edge in self.tree)
 
     def member_edges(self, closed: ClosedRound) -> list[Edge]:
         """Return the edges of the graph among the members."""
@@ -202,7 +197,7 @@ class TreeQuorum(Quorum):
 
     def peers(self, closed: ClosedRound, rank: int) -> list[int]:
         """Return the members that a member has an edge with, ascending."""
-        return neighbors(self.world_size, self.member_edges(closed))[rank]
+        return neighbors(self.group.world_size, self.member_edges(closed))[rank]
 
     def weights(self, closed: ClosedRound, rank: int) -> dict[int, float]:
         """Return the weights of parameters in the mean of a member, by rank, ascending.
@@ -216,7 +211,7 @@ class TreeQuorum(Quorum):
         if rank in closed.damaged:
             peers = [peer for peer in self.peers(closed, rank) if peer not in closed.damaged]
             return dict.fromkeys(peers, 1 / max(1, len(peers)))
-        row = metropolis_weights(self.world_size, finite)[rank].tolist()
+        row = metropolis_weights(self.group.world_size, finite)[rank].tolist()
         return {peer: weight for peer, weight in enumerate(row) if weight or peer == rank}
 
 
@@ -230,15 +225,13 @@ def depth_first_tree(world_size: int, edges: Collection[Edge]) -> list[Edge]:
         edges: a graph that connects all ranks.
     """
     adjacent = neighbors(world_size, edges)
-    seen, tree = {0}, []
-    stack: list[tuple[int, Iterator[int]]] = [(0, iter(adjacent[0]))]
+    seen: set[int] = set()
+    tree: list[Edge] = []
+    stack = [(0, 0)]
     while stack:
-        rank, peers = stack[-1]
-        peer = next((each for each in peers if each not in seen), None)
-        if peer is None:
-            stack.pop()
-            continue
-        seen.add(peer)
-        tree.append((rank, peer))
-        stack.append((peer, iter(adjacent[peer])))
+        parent, rank = stack.pop()
+        if rank not in seen:
+            seen.add(rank)
+            tree.append((parent, rank))
+            stack += [(rank, peer) for peer in reversed(adjacent[rank])]
     return sort_edges(tree)

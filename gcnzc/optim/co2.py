@@ -40,7 +40,7 @@ from gcnzc.optim import defaults
 from gcnzc.optim.local_method import AT_NEXT_START, Fragment, LocalMethod, has_exchanges
 from gcnzc.optim.sharded import padded_size
 from gcnzc.optim.state import Field, Number, Option, Vector
-from gcnzc.optim.validation import check_at_least_zero, check_fraction, check_range
+from gcnzc.optim.validation import check_at_least_zero, check_count, check_fraction, check_range
 
 # weight of the last average distance in the next one. On a least-squares problem with rounds of 48
 # steps, the final loss was 1.2 times that of synchronous means with this weight, and 6.6 times with
@@ -98,6 +98,9 @@ class CO2(LocalMethod):
     """from the start of the round whose mean is pending to the next start"""
     average: float
     """exponential moving average of the distances that are not 0"""
+    _before: Tensor | None = None
+    """(p,): the start of the round that is being exchanged, if whole parameters are sent because
+    this rank has only a shard of it"""
     compared_options = (
         *("outer_lr", "outer_momentum", "gap_name", "clip", "eager", "delay"),
         *LocalMethod.compared_options,
@@ -117,17 +120,14 @@ class CO2(LocalMethod):
         eager: float | None = None,
         **options: Any,
     ) -> None:
-        if delay not in (0, 1):
-            raise ValueError(f"a delay of {delay} rounds\n\nhint: give 1, or 0 for no overlap")
+        check_count("delay", delay, 0, 1)
         if eager is None:
             eager = defaults.EAGER if delay else 0.0
         check_at_least_zero("outer_lr", outer_lr)
         check_fraction("outer_momentum", outer_momentum)
         check_fraction("eager", eager)
         if eager and not delay:
-            raise ValueError(
-                f"eager is {eager}, with a delay of {delay} rounds\n\nhint: give 0 without a delay"
-            )
+            raise ValueError(f"eager is {eager}, with a delay of 0\n\nhint: omit one of them")
         if clip is not None:
             check_range("clip", clip, lambda most: most > 0, "a number above 0, or None")
         if gap is None:
@@ -139,18 +139,9 @@ class CO2(LocalMethod):
             check_range("gap", gap, lambda divisor: 0 < divisor < math.inf, valid)
         self.outer_lr, self.outer_momentum, self.clip = outer_lr, outer_momentum, clip
         self.gap, self.delay, self.eager = gap, delay, eager
-        self._before: Tensor | None = None
-        """(p,): the start of the round that is being exchanged, if whole parameters are sent
-        because this rank has only a shard of it"""
-        self._is_warned = False
-        super().__init__(
-            inner,
-            group,
-            local_steps=local_steps,
-            delay_steps=AT_NEXT_START if delay else 0,
-            **options,
-        )
-        self._warn_of_momentum(stacklevel=3)
+        options |= {"local_steps": local_steps, "delay_steps": AT_NEXT_START if delay else 0}
+        super().__init__(inner, group, **options)
+        self._warn_of_momentum()
 
     @property
     def gap_name(self) -> str:
@@ -166,10 +157,9 @@ class CO2(LocalMethod):
             *(Number(self, "distance", 0.0), Number(self, "average", 0.0)),
         ]
         if self.eager:
+            rules: dict[str, Any] = {"kind": "local", "resize": "mean", "may_overflow": True}
             count = self.flat.num_elements
-            own = Vector(self, "own", count, kind="local", resize="mean", exists=has_exchanges)
-            own.may_overflow = True
-            fields.append(own)
+            fields.append(Vector(self, "own", count, exists=has_exchanges, **rules))
         return fields
 
     # --- the algorithm
@@ -185,7 +175,7 @@ class CO2(LocalMethod):
 
     def read(self, fragment: Fragment, out: Tensor) -> None:
         """See `LocalMethod`: the start minus the parameters, or the parameters if it is sharded."""
-        self.flat.read_parameters(out, fragment.here)
+        super().read(fragment, out)
         if self.eager:
             torch.sub(self.own, out, out=out)
         elif not self.sharded:
@@ -281,26 +271,16 @@ class CO2(LocalMethod):
             kept = AVERAGE_DECAY if self.average else 0.0
             self.average = kept * self.average + (1 - kept) * self.distance
 
-    def find_due(self, step: int) -> Algorithm[list[Fragment]]:
-        """See `LocalMethod`."""
-        due = yield from super().find_due(step)
-        if due:
-            self._warn_of_momentum(stacklevel=6)
-        return due
-
-    def _warn_of_momentum(self, stacklevel: int) -> None:
-        """Warn once, when H is known, if the momentum may make training diverge."""
+    def _warn_of_momentum(self) -> None:
+        """Warn if the momentum may make training diverge; a measured H is not known yet."""
         steps, momentum = self.local_steps, self.outer_momentum
-        is_known = self.delay and not (self.is_inner_only or self.sync_interval.is_measuring)
-        if self._is_warned or not is_known:
-            return
-        self._is_warned = True
-        if (momentum > 0.5 or steps > LONG_ROUND) and self.may_diverge():
+        is_large = momentum > 0.5 or steps > LONG_ROUND
+        if self.delay and not self.is_inner_only and is_large and self.may_diverge():
             warnings.warn(
                 f"CO2: with outer_momentum={momentum} and gap={self.gap_name}, means delayed by "
                 f"one round of {steps} steps may make training diverge; outer_momentum=0.2 with "
                 "gap='gap_aware' or eager=0.5 is safer, or shorter rounds",
-                stacklevel=stacklevel,
+                stacklevel=3,
             )
 
     def may_diverge(self) -> bool:

@@ -1,23 +1,23 @@
-"""Signals of ranks that do not wait for one another in steps, and the names of their channels.
+"""Local methods whose exchanges have only some of the ranks: the signals have sums of their own.
 
-A sum of step t ends when the slowest rank has taken step t. Meanwhile the other ranks take further
-steps, and start further sums. They read the result of a sum at different steps, so a signal is
-delivered at a later step, which is the same on all ranks: the channel's threads gather the ranks'
-numbers of steps, and the signal is delivered in the step after the largest of them. Only a rank
-that has taken that step waits for the result.
+If the ranks do not wait for one another in every step, a sum of the signals overlaps with the
+steps. All ranks start one after the same steps, and receive it when they start the next one. A rank
+that is ahead waits there for the slowest one, so it is ahead by at most two intervals of sums.
 """
 
-from collections import Counter, deque
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.optim import Optimizer
 
-from gcnzc.exchange import Algorithm, AllGatherScalar, First, Group, Start, Sum, Wait
-from gcnzc.exchange.sync import all_gather_text
-from gcnzc.optim.group_options import find_difference
+from gcnzc.exchange import Algorithm, First, Group, Start, Sum, Wait
 from gcnzc.optim.local_method import LocalMethod
+from gcnzc.optim.validation import check_count
 
 _CLAIMS: "WeakKeyDictionary[Group, Counter[str]]" = WeakKeyDictionary()
 _NAMESPACES: "WeakKeyDictionary[LocalMethod, str]" = WeakKeyDictionary()
@@ -39,136 +39,102 @@ def namespace(optimizer: LocalMethod) -> str:
     return _NAMESPACES[optimizer]
 
 
-@dataclass(frozen=True)
-class Received:
-    """The result of a sum, equal on all ranks."""
-
-    signals: list[bool]
-    """for each signal, whether a rank sent it"""
-    deliver_at: int
-    """the step at which the signals are delivered; 0 without signals"""
-    is_compared: bool
-    """whether bits differed, so that the lines of the ranks were compared"""
-    difference: str
-    """the error message if lines differ, else empty"""
-
-
-class OverlappedControl:
-    """Sums the signals of all ranks, overlapped with the steps.
-
-    Each rank starts the sums after the same steps. The options of the ranks in these steps are
-    compared. Checksums of frozen parameters are only compared in `finalize`. A signal that is sent
-    in the last steps of a run may not be delivered.
+class PartialExchanges(LocalMethod):
+    """The base class of local methods whose exchanges have only some of the ranks.
 
     Args:
-        optimizer: whose signals are sent.
-        interval: the number of steps from one sum to the next.
+        inner: the optimizer of torch that takes the local steps.
+        group: the ranks that communicate; see `DistributedOptimizer`.
+        control_interval: the number of steps from one sum of the signals and comparison of options
+            over all ranks to the next.
+        options: see `LocalMethod`.
     """
 
-    def __init__(self, optimizer: LocalMethod, interval: int) -> None:
-        self.optimizer, self.interval = optimizer, interval
-        self.step = 0
-        """the current step; also read by the channel's thread"""
-        self._forget_sums()
+    accepts_shards = False
+    pending_sum: Any
+    """the handle of the overlapped sum of signals"""
+    sums: list[float] | None
+    """its result, if it has ended and has not been received"""
+    sent: list[bool]
+    """the signals of this rank in the last sum"""
+    compared_options: Sequence[str] = ("control_interval",)
 
-    def _forget_sums(self) -> None:
-        self.pending: deque[Any] = deque()
-        """the handles of sums whose results have not been received"""
-        self.is_undelivered = [False] * len(self.optimizer.signals)
-        """for each signal, whether a sum contains it that has started, and whose result was not
-        delivered"""
-        self.num_counts = 0
-        """the number of sums for which steps were gathered; set by the channel's thread"""
-        self.num_received_counts = 0
-        """the number of these sums whose results have been received"""
-        self.deliveries: dict[int, list[bool]] = {}
-        """signals by the step of their delivery"""
-        self.is_open = False
-        """whether the channel of the sums is open"""
+    def __init__(
+        self,
+        inner: Optimizer,
+        group: Group | None = None,
+        *,
+        control_interval: int = 10,
+        **options: Any,
+    ) -> None:
+        check_count("control_interval", control_interval, 1)
+        self.control_interval = control_interval
+        self.num_steps = 0
+        """the number of steps since the construction"""
+        vars(self).update(self.outside())
+        super().__init__(inner, group, **options)
+
+    def outside(self) -> dict[str, Any]:
+        """Return the attributes of an optimizer that has not communicated, such as a copy."""
+        return {"pending_sum": None, "sums": None, "sent": []}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that a copy gets; without the sums, which it does not receive.
+        """See `DistributedOptimizer`; a copy has no pending requests."""
+        return {**super().__getstate__(), **self.outside()}
 
-        A copy delivers none of their signals: some ranks may have received the sums, and others
-        not.
-        """
-        return {name: vars(self)[name] for name in ("optimizer", "interval", "step")}
+    @abstractmethod
+    def take_part(self, step: int) -> Algorithm[None]:
+        """Exchange with some of the ranks, if that is due after a step."""
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the attributes of a copy."""
-        vars(self).update(state)
-        # the optimizer of a copy may have no attributes yet
-        self.pending, self.deliveries, self.is_undelivered = deque(), {}, []
-        self.num_counts, self.num_received_counts, self.is_open = 0, 0, False
+    def exchange(self, step: int) -> Algorithm[None]:
+        """See `LocalMethod`: an exchange of some ranks, and a sum of signals, if they are due."""
+        yield from self.take_part(step)
+        if not self.is_uniform:
+            yield from self._overlapped_sum()
+        elif step % self.control_interval == 0:
+            yield from self.sum_common()
 
     @property
     def channel(self) -> str:
-        """The channel of the sums."""
-        return f"{namespace(self.optimizer)}/control"
+        """The channel of the sums of signals."""
+        return f"{namespace(self)}/control"
 
-    def after_step(self) -> Algorithm[None]:
-        """Start a sum if it is due, and receive those that have ended; called in each step."""
-        if not self.is_open:
-            # all ranks wait for one another to open a channel, so they do it before their speeds
-            # have led to different steps
-            yield Wait((yield Start(Sum(torch.zeros(1)), self.channel)))
-            self.is_open = True
-        if self.step % self.interval == 0:
-            yield from self._start_sum()
-        while self.pending:
-            must_wait = self.num_counts > self.num_received_counts
-            if not must_wait and (yield First([self.pending[0]], 0.0)) is None:
-                break
-            yield from self._receive_oldest()
-        signals = self.deliveries.pop(self.step, None)
-        if signals is not None:
-            self.optimizer.received_signals = signals
-            self.is_undelivered = [
-                was and not now for was, now in zip(self.is_undelivered, signals, strict=True)
-            ]
+    def _overlapped_sum(self) -> Algorithm[None]:
+        """Start a sum of signals if it is due, and receive the last one; called in each step."""
+        # not the number of steps, which a state of another step may have changed on one rank only
+        is_due, self.num_steps = self.num_steps % self.control_interval == 0, self.num_steps + 1
+        if is_due:
+            yield from self.receive_sum()
+            bit, *signals = self.common_extras()
+            # the caller has not seen yet that signals of the last sum were received
+            self.sent = [bool(now) and not was for now, was in zip_longest(signals, self.sent)]
+            values = torch.tensor([bit, *self.sent], dtype=torch.float64)
+            self.pending_sum = yield Start(Sum(values), self.channel)
+        elif self.pending_sum is not None and (yield First([self.pending_sum], 0.0)) is not None:
+            # if a rank is lost, the sum has ended with this error
+            yield from self._finish_sum()
 
-    def finish_sums(self) -> Algorithm[None]:
-        """Wait for the sums that have started; called after the same step on all ranks."""
-        while self.pending:
-            yield from self._receive_oldest()
+    def _finish_sum(self) -> Algorithm[None]:
+        if self.pending_sum is not None:
+            self.sums = (yield from self.wait_for_all(self.pending_sum)).tolist()
+            self.pending_sum = None
 
-    def _start_sum(self) -> Algorithm[None]:
-        optimizer = self.optimizer
-        was_sent = self.is_undelivered or [False] * len(optimizer.signals)
-        bit = optimizer.common_extras()[0]
-        # this sum contains the request
-        optimizer.comparison.is_requested = False
-        # the caller sends a signal in each step until it is received; one sum of it is sufficient
-        signals = [now and not was for now, was in zip(optimizer.signals, was_sent, strict=True)]
-        self.is_undelivered = [was or now for was, now in zip(was_sent, signals, strict=True)]
-        values = torch.tensor([bit, *signals], dtype=torch.float64)
-        algorithm = self._sum_and_compare(values, "\n".join(optimizer.compared_lines()))
-        self.pending.append((yield Start(algorithm, self.channel)))
+    def receive_sum(self) -> Algorithm[None]:
+        """Wait for the pending sum, and receive its signals, in the same step on all ranks."""
+        yield from self._finish_sum()
+        if self.sums is not None:
+            self.receive_common(self.sums)
+            self.sums = None
 
-    def _sum_and_compare(self, values: torch.Tensor, text: str) -> Algorithm[Received]:
-        """Sum (1 + signals,); compare the ranks' lines, and gather numbers of steps, if needed."""
-        bits, *sums = (yield Sum(values)).tolist()
-        world_size = self.optimizer.group.world_size
-        is_compared, difference, deliver_at = bits not in (0, world_size), "", 0
-        if is_compared:
-            texts = yield from all_gather_text(text)
-            difference = find_difference(dict(enumerate(texts)))
-        signals = [round(each) > 0 for each in sums]
-        if any(signals):
-            # set before the steps are read: a rank that takes one more step then waits
-            self.num_counts += 1
-            deliver_at = 1 + max((yield AllGatherScalar(self.step)))
-        return Received(signals, deliver_at, is_compared, difference)
+    def wait_for_all(self, handle: Any) -> Algorithm[Any]:
+        """Wait for a request of all ranks, such that slower ranks can continue to exchange."""
+        return (yield Wait(handle))
 
-    def _receive_oldest(self) -> Algorithm[None]:
-        received: Received = yield Wait(self.pending.popleft())
-        if received.difference:
-            raise ValueError(received.difference)
-        if received.is_compared:
-            self.optimizer.check_trainable()
-        if received.deliver_at:
-            self.num_received_counts += 1
-            before = self.deliveries.get(received.deliver_at, [False] * len(received.signals))
-            self.deliveries[received.deliver_at] = [
-                was or now for was, now in zip(before, received.signals, strict=True)
-            ]
+    def on_load(self) -> None:
+        """See `DistributedOptimizer`; a sum that has not ended belongs to the earlier run."""
+        super().on_load()
+        self.pending_sum = self.sums = None
+
+    def apply_pending_algorithm(self) -> Algorithm[None]:
+        """See `LocalMethod`: receive the signals."""
+        yield from self.receive_sum()

@@ -32,10 +32,9 @@ from gcnzc.compress import Dense
 from gcnzc.exchange import Algorithm, Group, Receive, Send, Start, Sum, Wait, among
 from gcnzc.exchange.topology import Edge
 from gcnzc.kernels.finite import are_finite
-from gcnzc.optim.checksums import sum_of_bits
 from gcnzc.optim.diloco import DiLoCo
 from gcnzc.optim.group_options import NORMS, find_difference, format_norms
-from gcnzc.optim.rounds import ClosedRound, Quorum, Rounds
+from gcnzc.optim.rounds import ClosedRound, Rounds
 from gcnzc.optim.state import Vector
 from gcnzc.optim.validation import check_at_least_zero, check_count
 
@@ -60,7 +59,6 @@ class DecoupledDiLoCo(Rounds, DiLoCo):
         ValueError: an option is out of range, or options contradict each other.
     """
 
-    rules: "MajorityQuorum"
     compared_options = (
         *("quorum", "grace_s", *Rounds.compared_options),
         *DiLoCo.compared_options,
@@ -73,46 +71,68 @@ class DecoupledDiLoCo(Rounds, DiLoCo):
         *,
         quorum: int,
         grace_s: float = 0.0,
-        control_interval: int = 32,
         **options: Any,
     ) -> None:
         check_count("quorum", quorum, 1)
         check_at_least_zero("grace_s", grace_s)
-        only: dict[str, tuple[Any, ...]] = {"compress": (None, Dense()), "outer": (None,)}
-        only |= dict.fromkeys(("sharded", "alone", "offload"), (False,))
-        for name, value in options.items():
-            if value not in only.get(name, (value,)) or (name, value) == ("local_steps", "auto"):
+        names = ["compress", "outer", "sharded", "alone", "offload"]
+        if options.get("local_steps") == "auto":
+            names.append("local_steps")
+        for name in names:
+            if (value := options.get(name)) not in (None, False, Dense()):
                 raise ValueError(f"quorum with {name}={value!r}\n\nhint: omit one of them")
-        self.quorum, self.grace_s = quorum, grace_s
-        self.has_common_anchor = False
-        """whether the ranks whose anchor is the newest had equal anchors and momenta, bit for bit,
-        when the rounds began"""
-        super().__init__(inner, group, control_interval=control_interval, **options)
+        self.quorum = quorum
+        self.grace_s = self.wait_s = grace_s
+        super().__init__(inner, group, **options)
 
-    def make_quorum(self, world_size: int) -> "MajorityQuorum":
-        """See `Rounds`.
+    def start(self) -> None:
+        """See `DistributedOptimizer`.
 
         Raises:
             ValueError: the quorum is not a majority of the ranks, or above their number.
         """
+        world_size = self.group.world_size
         if not world_size < 2 * self.quorum <= 2 * world_size:
-            least = world_size // 2 + 1
-            valid = f"{least} to {world_size}" if least < world_size else f"{least}"
+            valid = f"{world_size // 2 + 1} to {world_size}"
+            # any two quorums have a rank in common
             raise ValueError(
-                f"a quorum of {self.quorum} of {world_size} ranks\n\nhint: give {valid}, so "
-                "that any two quorums have a rank in common"
+                f"a quorum of {self.quorum} of {world_size} ranks\n\nhint: give {valid}"
             )
-        return MajorityQuorum(world_size, self.quorum)
+        self.is_for_all_ranks = self.quorum == world_size
+        super().start()
 
-    @property
-    def wait_s(self) -> float:
-        """See `Rounds`."""
-        return self.grace_s
+    # --- when a round closes
 
-    @property
-    def is_for_all_ranks(self) -> bool:
+    def begin_memory(self) -> tuple[int, ...]:
+        """See `Rounds`: for each rank, the last round of which it was a member."""
+        return (0,) * self.group.world_size
+
+    def is_enough(self, last: ClosedRound, finished: set[int], active: set[int]) -> bool:
         """See `Rounds`."""
-        return self.quorum == self.group.world_size
+        return len(finished) >= self.quorum
+
+    def remember(self, last: ClosedRound, members: Sequence[int]) -> tuple[int, ...]:
+        """See `Rounds`."""
+        return tuple(
+            last.round + 1 if rank in members else before for rank, before in enumerate(last.memory)
+        )
+
+    def choose_sends(self, last: ClosedRound, members: Sequence[int]) -> tuple[Edge, ...]:
+        """See `Rounds`: members of the newest round send the anchor and momentum to the others."""
+        # unless a state was loaded, no other rank has a newer one: any two quorums share a rank
+        newest = max((last.memory[rank] for rank in members), default=0)
+        holders = [rank for rank in members if last.memory[rank] == newest]
+        others = [rank for rank in members if last.memory[rank] < newest]
+        return tuple((holders[at % len(holders)], rank) for at, rank in enumerate(others))
+
+    def resume(self, rounds: Sequence[ClosedRound]) -> ClosedRound:
+        """See `Rounds`.
+
+        The last round of which a rank was a member is taken from that rank's own state. Other ranks
+        may have a later round for it, if the ranks have saved their states at different times.
+        """
+        memory = tuple(each.memory[rank] for rank, each in enumerate(rounds))
+        return super().resume(rounds)._replace(memory=memory)
 
     # --- outer steps
 
@@ -132,8 +152,8 @@ class DecoupledDiLoCo(Rounds, DiLoCo):
         if mean is not None:
             self.outer_step(self.anchor, self.momentum, mean)
         self.set_parameters(fragment, self.anchor)
-        # other ranks may be in an earlier round, or have loaded an anchor with other rounding
-        self.is_in_sync = self.is_for_all_ranks and self.has_common_anchor
+        # other ranks may be in an earlier round
+        self.is_in_sync = self.is_for_all_ranks
 
     def mean_of_members(self, closed: ClosedRound, values: Tensor) -> Algorithm[Tensor | None]:
         """Return the mean over the members, after the newest anchor was sent to those without it.
@@ -186,86 +206,17 @@ class DecoupledDiLoCo(Rounds, DiLoCo):
         """See `LocalMethod`; the vectors of ranks that missed rounds differ."""
         return replace(super().outer_vector(name), kind="local", resize="mean")
 
-    def restart(self) -> None:
-        """See `LocalMethod`."""
-        super().restart()
-        self.has_common_anchor = True
-
     def describe_state(self) -> str:
-        """See `Rounds`: checksums of the anchor and the momentum, and their norms."""
-        state = {"anchor": self.anchor, "momentum": self.momentum}
-        sums = " ".join(str(int(sum_of_bits(each))) for each in state.values())
-        return f"{sums}\t{format_norms(state)}"
+        """See `Rounds`: the norms of the anchor and the momentum."""
+        return format_norms({"anchor": self.anchor, "momentum": self.momentum})
 
     def compare_states(self, lines: Sequence[str], rounds: Sequence[ClosedRound]) -> None:
-        """See `Rounds`: ranks that were last members of the same round have equal states.
+        """See `Rounds`: ranks that were last members of the same round have equal norms.
 
-        Their norms must be equal. Ranks with different hardware may round differently, so equal
-        checksums are only required for `has_common_anchor`.
+        The others receive the newest state from one of these ranks before their next outer step.
         """
         numbers = [each.memory[rank] for rank, each in enumerate(rounds)]
-        found = [line.partition("\t") for line in lines]
         for number in sorted(set(numbers)):
-            norms = {
-                rank: f"{NORMS}\t{found[rank][2]}"
-                for rank, each in enumerate(numbers)
-                if each == number
-            }
-            if difference := find_difference(norms):
+            ranks = [rank for rank, each in enumerate(numbers) if each == number]
+            if difference := find_difference({rank: f"{NORMS}\t{lines[rank]}" for rank in ranks}):
                 raise ValueError(difference)
-        # the others receive the newest anchor from one of these ranks before their next outer step
-        newest = [
-            sums for (sums, *_), each in zip(found, numbers, strict=True) if each == max(numbers)
-        ]
-        self.has_common_anchor = len(set(newest)) == 1
-
-
-class MajorityQuorum(Quorum):
-    """Rounds with a number of members: a quorum has at least q ranks.
-
-    A round that cannot have a quorum, because ranks wait for all others, closes without members.
-    The memory of a round has, for each rank, the last round of which it was a member.
-
-    Args:
-        world_size: W.
-        quorum: q, above W / 2.
-    """
-
-    def __init__(self, world_size: int, quorum: int) -> None:
-        super().__init__(world_size)
-        self.quorum = quorum
-
-    def begin_memory(self) -> tuple[int, ...]:
-        """See `Quorum`."""
-        return (0,) * self.world_size
-
-    def is_possible(self, active: set[int]) -> bool:
-        """See `Quorum`."""
-        return len(active) >= self.quorum
-
-    def is_enough(self, last: ClosedRound, finished: set[int], active: set[int]) -> bool:
-        """See `Quorum`."""
-        return len(finished) >= self.quorum
-
-    def remember(self, last: ClosedRound, members: Sequence[int]) -> tuple[int, ...]:
-        """See `Quorum`."""
-        return tuple(
-            last.round + 1 if rank in members else before for rank, before in enumerate(last.memory)
-        )
-
-    def choose_sends(self, last: ClosedRound, members: Sequence[int]) -> tuple[Edge, ...]:
-        """See `Quorum`: members of the newest round send the anchor and momentum to the others."""
-        # unless a state was loaded, no other rank has a newer one: any two quorums share a rank
-        newest = max((last.memory[rank] for rank in members), default=0)
-        holders = [rank for rank in members if last.memory[rank] == newest]
-        others = [rank for rank in members if last.memory[rank] < newest]
-        return tuple((holders[at % len(holders)], rank) for at, rank in enumerate(others))
-
-    def resume(self, rounds: Sequence[ClosedRound]) -> ClosedRound:
-        """See `Quorum`.
-
-        The last round of which a rank was a member is taken from that rank's own state. Other ranks
-        may have a later round for it, if the ranks have saved their states at different times.
-        """
-        memory = tuple(each.memory[rank] for rank, each in enumerate(rounds))
-        return replace(super().resume(rounds), memory=memory)

@@ -15,14 +15,12 @@ Notation: n elements, s of a rank's shard, m of a fragment or shard, H local ste
 """
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gcnzc.compress import WorkerInfo
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.defaults import DILOCO
@@ -93,32 +91,26 @@ class DiLoCo(LocalMethod):
 
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`."""
-        fields, names = super().declare(), ["anchor", "momentum"]
-        if self.outer is not None:
-            names.remove("momentum")
-            fields += [OuterState(self, each.name) for each in self.fragments]
-        vectors = [self.outer_vector(name) for name in names]
+        fields, vectors = super().declare(), [self.outer_vector("anchor")]
+        if self.outer is None:
+            vectors.append(self.outer_vector("momentum"))
+        else:
+            for fragment in self.fragments:
+                if fragment.outer is None:
+                    device = "cpu" if self.offload else self.flat.device
+                    empty = torch.empty(fragment.num_elements, dtype=self.flat.dtype, device=device)
+                    fragment.outer = self.outer([nn.Parameter(empty)])
+                outer = Inner(fragment, "outer")
+                outer.kind = "shared"
+                fields.append(outer)
         for vector in vectors:
             vector.on_host = self.offload
         return [*fields, *vectors]
 
-    @cached_property
-    def outer_optimizers(self) -> dict[str, Optimizer]:
-        """The optimizers of `outer` by the names of the fragments; empty without `outer`."""
-        if self.outer is None:
-            return {}
-        device = torch.device("cpu") if self.offload else self.flat.device
-        return {
-            each.name: self.outer(
-                [nn.Parameter(torch.empty(each.num_elements, dtype=self.flat.dtype, device=device))]
-            )
-            for each in self.fragments
-        }
-
     @property
     def outer_name(self) -> str:
         """The class and the options of the outer optimizer, as text."""
-        found = next(iter(self.outer_optimizers.values()), None)
+        found = self.fragments[0].outer
         return "SGD" if found is None else f"{type(found).__name__}({found.defaults})"
 
     def restart(self) -> None:
@@ -131,7 +123,7 @@ class DiLoCo(LocalMethod):
 
     def read(self, fragment: Fragment, out: Tensor) -> None:
         """See `LocalMethod`: the anchor minus the parameters; the parameters if it is sharded."""
-        self.flat.read_parameters(out, fragment.here)
+        super().read(fragment, out)
         if not self.sharded:
             torch.sub(self.anchor[fragment.here].to(out.device), out, out=out)
 
@@ -140,10 +132,10 @@ class DiLoCo(LocalMethod):
         device, mean = mean.device, self._place(mean)
         if not self.sharded:
             anchor = self.anchor[fragment.here]
-            if self.outer is None:
+            if fragment.outer is None:
                 self.outer_step(anchor, self.momentum[fragment.here], mean)
             else:
-                step_parameter(self.outer_optimizers[fragment.name], anchor, mean)
+                step_parameter(fragment.outer, anchor, mean)
             self.set_parameters(fragment, anchor.to(device), self.mixing)
             return
         anchor, momentum = self.anchor.clone(), self.momentum.clone()
@@ -167,26 +159,6 @@ class DiLoCo(LocalMethod):
                 b.mul_(self.outer_momentum).add_(step)
                 step = step.add_(b, alpha=self.outer_momentum) if self.nesterov else b
             a.add_(step, alpha=-self.outer_lr)
-
-
-class OuterState(Inner):
-    """The state of the outer optimizer of a fragment, which is equal on all ranks."""
-
-    kind = "shared"
-
-    @property
-    def key(self) -> str:
-        """See `Field`."""
-        return f"{self.name} outer"
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """See `Inner`."""
-        found: Optimizer = self.owner.outer_optimizers[self.name]
-        return found
-
-    def allocate(self, worker: WorkerInfo) -> None:
-        """See `Field`: the optimizer allocates its state in its first step."""
 
 
 def step_parameter(optimizer: Optimizer, values: Tensor, gradient: Tensor) -> None:

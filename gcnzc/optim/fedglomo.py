@@ -24,9 +24,8 @@ round, Q the compression.
 """
 
 import hashlib
-from collections.abc import Callable
-from types import TracebackType
-from typing import Any, overload
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,10 +36,40 @@ from gcnzc.exchange import Algorithm, Group
 from gcnzc.exchange.sync import dense_buffers
 from gcnzc.optim.local_method import Fragment, LocalMethod
 from gcnzc.optim.state import Field, Number, Vector
-from gcnzc.optim.validation import check_above_zero, check_at_least_zero, check_count
+from gcnzc.optim.validation import check_above_zero, check_count, check_range
 
 QUANTIZED = Blocks("int8", stochastic=True)
 """the default compression, which is unbiased, as the paper's analysis requires"""
+
+
+class Trajectory:
+    """The state of the local steps of one round from one starting point.
+
+    All vectors are None before the first step.
+
+    Args:
+        name: the first word of the names of the vectors in states.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.state_prefix = name
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a round."""
+        self.point: Tensor | None = None
+        """(n,): the current point of the second trajectory; None for the first one, whose current
+        point is the parameters"""
+        self.before: Tensor | None = None
+        """(n,): the previous point, before the last step; None without local momentum"""
+        self.velocity: Tensor | None = None
+        """(n,): v of the last step; None without local momentum"""
+
+    def declare(self, count: int) -> list[Field]:
+        """Return the fields of the state, with vectors of n elements."""
+        own: dict[str, Any] = {"is_optional": True, "kind": "local", "resize": "mean"}
+        names = ("point", "before", "velocity")
+        return [Vector(self, name, count, may_overflow=True, **own) for name in names]
 
 
 class FedGLOMO(LocalMethod):
@@ -94,12 +123,21 @@ class FedGLOMO(LocalMethod):
     accepts_shards = False
     anchor: Tensor
     """(n,): w_k, equal on all ranks"""
-    momentum: Tensor | None
-    """(n,): u, equal on all ranks; None before the first round, or if round_weight is 1"""
-    previous: Tensor | None
-    """(n,): w_(k-1), where the second trajectories start; None if `momentum` is"""
+    has_momentum: bool
+    """whether there are `momentum` and `previous`: after the first mean, unless round_weight is
+    1"""
+    momentum: Tensor
+    """(n,): u, equal on all ranks"""
+    previous: Tensor
+    """(n,): w_(k-1), where the second trajectories start"""
     round: int
     """k, equal on all ranks"""
+    closure: Callable[[], Any] | None = None
+    """the closure of the next step. `step` sets it; a caller that runs `algorithm` itself sets it
+    before"""
+    loss: Any = None
+    """what the closure returned first in the last step, detached from its graph; None if it was not
+    called"""
     compared_options = (
         *("round_weight", "local_momentum", "participants", "seed"),
         *LocalMethod.compared_options,
@@ -119,22 +157,13 @@ class FedGLOMO(LocalMethod):
         **options: Any,
     ) -> None:
         check_above_zero("round_weight", round_weight, 1)
-        check_at_least_zero("local_momentum", local_momentum)
-        if local_momentum > 1:
-            raise ValueError(f"local_momentum is {local_momentum}\n\nhint: give a number in [0, 1]")
+        check_range("local_momentum", local_momentum, lambda m: 0 <= m <= 1, "a number in [0, 1]")
         if participants is not None:
             check_count("participants", participants, 1)
         check_count("seed", seed)
         self.round_weight, self.local_momentum = round_weight, local_momentum
         self.participants, self.seed = participants, seed
         self.main, self.second = Trajectory("main"), Trajectory("second")
-        self.momentum = self.previous = None
-        self.closure: Callable[[], Any] | None = None
-        """the closure of the next step. `step` sets it; a caller that runs `algorithm` itself sets
-        it before"""
-        self.loss: Any = None
-        """what the closure returned first in the last step, detached from its graph; None if it was
-        not called"""
         options |= {"local_steps": local_steps, "compress": compress}
         super().__init__(inner, group, alone=True, **options)
 
@@ -146,43 +175,30 @@ class FedGLOMO(LocalMethod):
         """
         count, world_size = self.participants, self.group.world_size
         if count is not None and count > world_size:
-            raise ValueError(
-                f"{count} participants of {world_size} ranks\n\nhint: give at most the number of "
-                "ranks, or None for all of them"
-            )
+            raise ValueError(f"{count} participants of {world_size} ranks\n\nhint: give fewer")
         self._check_is_plain_sgd()
         super().start()
 
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`."""
         count = self.flat.num_elements
-        own: dict[str, Any] = {"kind": "local", "resize": "mean", "may_overflow": True}
-        trajectories = [
-            Vector(each, name, count, is_optional=True, **own)
-            for each in (self.main, self.second)
-            for name in ("point", "before", "velocity")
-        ]
-        # a state has both, or neither before the first mean
-        vectors = [
-            Vector(
-                self, "momentum", count, exists=lambda values: values.get("previous") is not None
-            ),
-            Vector(
-                self, "previous", count, exists=lambda values: values.get("momentum") is not None
-            ),
-        ]
-        round_number = Number(self, "round")
         return [
             *super().declare(),
             self.outer_vector("anchor"),
-            *vectors,
-            round_number,
-            *trajectories,
+            Number(self, "round"),
+            Number(self, "has_momentum", False),
+            Vector(self, "momentum", count, exists=lambda values: values["has_momentum"]),
+            Vector(self, "previous", count, exists=lambda values: values["has_momentum"]),
+            *self.main.declare(count),
+            *self.second.declare(count),
         ]
 
     def restart(self) -> None:
         """See `LocalMethod`: begin a round from the current parameters."""
         self.anchor = self.parameters
+        self._reset_trajectories()
+
+    def _reset_trajectories(self) -> None:
         self.main.reset()
         self.second.reset()
 
@@ -191,8 +207,7 @@ class FedGLOMO(LocalMethod):
         super().on_load()
         if self.group.rank not in self.ranks():
             # with another number of ranks, other ranks may participate
-            self.main.reset()
-            self.second.reset()
+            self._reset_trajectories()
 
     def ranks(self) -> frozenset[int]:
         """Return the ranks of the current round, which each rank computes alone."""
@@ -200,11 +215,7 @@ class FedGLOMO(LocalMethod):
 
     # --- local steps
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Any = None) -> Any:
         """See `DistributedOptimizer`; calls the closure several times.
 
         Returns:
@@ -219,70 +230,111 @@ class FedGLOMO(LocalMethod):
             super().step()
         finally:
             self.closure = None
-        loss: float | None = self.loss
-        return loss
+        return self.loss
 
     @torch.no_grad()
     def local_step(self) -> None:
         """See `LocalMethod`: a step along each trajectory."""
         if self.closure is None:
-            raise TypeError(
-                f"a step of {self.name} without a closure\n\nhint: call step(closure), where "
-                "closure() computes the loss of the minibatch, calls backward() on it, and "
-                "returns it; a GradScaler does not support closures"
-            )
+            # a GradScaler does not pass one on
+            raise TypeError(f"a step of {self.name} without a closure\n\nhint: call step(closure)")
         # a scheduler may have changed the momentum
         self._check_is_plain_sgd()
         self.loss = None
         if self.group.rank not in self.ranks():
             return
-        trajectories = [self.main]
-        if self.previous is not None:
-            if self.second.point is None:
-                self.second.point = self.previous
-            trajectories.append(self.second)
-        with Evaluations(self, self.closure) as evaluations:
-            # the first trajectory is evaluated first, because `loss` is that at the parameters
-            steps: list[tuple[Trajectory, Tensor, Tensor]] = []
-            for each in trajectories:
-                point = evaluations.start if each.point is None else each.point
-                velocity = self._velocity(evaluations, each, point)
-                if velocity is None:
-                    # neither trajectory takes the step
-                    self.parameters = evaluations.start
-                    break
-                steps.append((each, point, velocity))
-            else:
-                # the first trajectory last, so that its point remains in the parameters
-                for each, point, velocity in reversed(steps):
-                    self._move(each, point, velocity)
-        # tensors with a graph cannot be copied by copy.deepcopy, and keep activations in memory
-        loss = evaluations.loss
-        self.loss = loss.detach() if isinstance(loss, Tensor) else loss
+        trajectories = [(self.main, self.parameters)]
+        if self.has_momentum:
+            second = self.previous if self.second.point is None else self.second.point
+            trajectories.append((self.second, second))
+        # the first trajectory is evaluated first, because `loss` is that at the parameters
+        points = [at for each, point in trajectories for at in (point, each.before)]
+        found = self._gradients(self.closure, [at for at in points if at is not None])
+        if found is None:
+            # neither trajectory takes the step
+            return
+        gradients = iter(found)
+        moves: list[tuple[Trajectory, Tensor, Tensor]] = []
+        for each, point in trajectories:
+            velocity = next(gradients)
+            if each.velocity is not None:
+                velocity.add_(each.velocity - next(gradients), alpha=self.local_momentum)
+            moves.append((each, point, velocity))
+        # the first trajectory last, so that its point remains in the parameters
+        for move in reversed(moves):
+            self._move(*move)
 
-    def _velocity(
-        self, evaluations: "Evaluations", trajectory: "Trajectory", point: Tensor
-    ) -> Tensor | None:
-        """Return v (n,) of a trajectory at its current point; None if a gradient is not finite."""
-        gradient = evaluations.gradient(point)
-        if gradient is None or trajectory.velocity is None or trajectory.before is None:
-            return gradient
-        before = evaluations.gradient(trajectory.before)
-        if before is None:
-            return None
-        return gradient.add_(trajectory.velocity - before, alpha=self.local_momentum)
-
-    def _move(self, trajectory: "Trajectory", point: Tensor, velocity: Tensor) -> None:
+    def _move(self, trajectory: Trajectory, point: Tensor, velocity: Tensor) -> None:
         """Take a step of the inner optimizer from a point."""
         self.parameters = point
         gradients = self.flat.views(velocity)
         for parameter, gradient in zip(self.flat.parameters, gradients, strict=True):
             parameter.grad = gradient.to(parameter.dtype, copy=True)
         self.inner.step()
-        if trajectory.point is not None:
+        if trajectory is self.second:
             trajectory.point = self.parameters
         if self.local_momentum:
             trajectory.before, trajectory.velocity = point, velocity
+
+    def _gradients(
+        self, closure: Callable[[], Any], points: Sequence[Tensor]
+    ) -> list[Tensor] | None:
+        """Return the gradients at several points, with one minibatch; None if one is not finite.
+
+        The difference of two gradients of one minibatch has a small variance only if both use the
+        same random numbers, for example for dropout. Every evaluation therefore begins with the
+        same states of torch's generators, of the CPU and of the parameters' GPU, and with the same
+        dense buffers of `module`, such as those of BatchNorm. At the end, the generators and
+        buffers have the states after the first evaluation, and the parameters are unchanged.
+
+        Args:
+            closure: computes the loss and the gradients at the current parameters.
+            points: parameters (n,).
+
+        Returns:
+            (n,) for each point, times `gradient_factor`, with zeros for missing gradients.
+        """
+        start, before = self.parameters, self._random_state()
+        after, found = before, list[Tensor]()
+        try:
+            for point in points:
+                self.parameters = point
+                for parameter in self.flat.parameters:
+                    parameter.grad = None
+                if found:
+                    self._set_random_state(before)
+                # autocast may have cached copies of the parameters at another point
+                torch.clear_autocast_cache()
+                with torch.enable_grad():
+                    loss = closure()
+                if not found:
+                    # a graph could not be copied by copy.deepcopy, and would keep activations
+                    self.loss = loss.detach() if isinstance(loss, Tensor) else loss
+                    after = self._random_state()
+                if not self.check_gradients():
+                    return None
+                found.append(self.flat.read_gradients(self.flat.empty(), self.gradient_factor()))
+            return found
+        finally:
+            self._set_random_state(after)
+            self.parameters = start
+
+    def _random_state(self) -> tuple[list[Tensor], Tensor, Tensor | None]:
+        """Return copies of the buffers and of the states of the generators."""
+        device = self.flat.device
+        gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return [each.clone() for each in self._buffers()], torch.get_rng_state(), gpu
+
+    def _set_random_state(self, state: tuple[list[Tensor], Tensor, Tensor | None]) -> None:
+        buffers, cpu, gpu = state
+        for buffer, saved in zip(self._buffers(), buffers, strict=True):
+            buffer.copy_(saved)
+        torch.set_rng_state(cpu)
+        if gpu is not None:
+            torch.cuda.set_rng_state(gpu, self.flat.device)
+
+    def _buffers(self) -> list[Tensor]:
+        return [] if self.module is None else [each for _, each in dense_buffers(self.module)]
 
     def _check_is_plain_sgd(self) -> None:
         """Check that the inner optimizer's step is the learning rate times the gradient.
@@ -291,13 +343,11 @@ class FedGLOMO(LocalMethod):
             ValueError: it is another optimizer than SGD, or has momentum.
         """
         is_sgd = isinstance(self.inner, torch.optim.SGD)
-        if is_sgd and not any(group["momentum"] for group in self.inner.param_groups):
-            return
-        kind = type(self.inner).__name__
-        raise ValueError(
-            f"{self.name} around {kind}{' with momentum' * is_sgd}"
-            "\n\nhint: give torch.optim.SGD with momentum=0; the method has momenta of its own"
-        )
+        if not is_sgd or any(group["momentum"] for group in self.inner.param_groups):
+            raise ValueError(
+                f"{self.name} around {type(self.inner).__name__}{' with momentum' * is_sgd}"
+                "\n\nhint: give torch.optim.SGD with momentum=0; the method has momenta of its own"
+            )
 
     # --- rounds
 
@@ -313,20 +363,19 @@ class FedGLOMO(LocalMethod):
         self.flat.read_parameters(difference)
         torch.sub(self.anchor, difference, out=difference)
         change.zero_()
-        if self.previous is not None and self.second.point is not None:
+        if self.second.point is not None:
             torch.sub(self.second.point, self.previous, out=change).add_(difference)
 
     def apply(self, fragment: Fragment, mean: Tensor) -> Algorithm[None]:
         """See `LocalMethod`."""
         count = self.flat.num_elements
         update = mean[:count]
-        if self.round_weight < 1:
-            if self.momentum is None or self.previous is None:
-                self.momentum, self.previous = update.clone(), self.anchor.clone()
-            else:
-                self.momentum.add_(mean[count:]).lerp_(update, self.round_weight)
-                self.previous.copy_(self.anchor)
-            update = self.momentum
+        if self.has_momentum:
+            update = self.momentum.add_(mean[count:]).lerp_(update, self.round_weight)
+            self.previous.copy_(self.anchor)
+        elif self.round_weight < 1:
+            self.momentum = update = update.clone()
+            self.previous, self.has_momentum = self.anchor.clone(), True
         self.anchor.sub_(update)
         self.discard(fragment)
         return
@@ -337,33 +386,8 @@ class FedGLOMO(LocalMethod):
         whole = self.whole_vector()
         whole.is_finite = fragment.is_finite
         self.set_parameters(whole, self.anchor)
-        self.main.reset()
-        self.second.reset()
+        self._reset_trajectories()
         self.round += 1
-
-
-class Trajectory:
-    """The state of the local steps of one round from one starting point.
-
-    All vectors are None before the first step.
-
-    Args:
-        name: the first word of the names of the vectors in states.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.state_prefix = name
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin a round."""
-        self.point: Tensor | None = None
-        """(n,): the current point of the second trajectory; None for the first one, whose current
-        point is the parameters"""
-        self.before: Tensor | None = None
-        """(n,): the previous point, before the last step; None without local momentum"""
-        self.velocity: Tensor | None = None
-        """(n,): v of the last step; None without local momentum"""
 
 
 def choose_ranks(world_size: int, count: int | None, seed: int, round: int) -> frozenset[int]:
@@ -382,88 +406,3 @@ def choose_ranks(world_size: int, count: int | None, seed: int, round: int) -> f
         return hashlib.blake2b(f"{seed} {round} {rank}".encode(), digest_size=8).digest()
 
     return frozenset(sorted(range(world_size), key=draw)[:count])
-
-
-class Evaluations:
-    """Evaluates a closure at several points of one step, within a `with` block.
-
-    The difference of two gradients of one minibatch has a small variance only if both use the same
-    random numbers, for example for dropout. Every evaluation therefore begins with the same states
-    of torch's generators, of the CPU and of the parameters' GPU, and with the same dense buffers of
-    the optimizer's `module`, such as those of BatchNorm. At the end of the block, the generators
-    and buffers have the states after the first evaluation. After an error, the parameters are those
-    at the beginning of the block.
-
-    Args:
-        optimizer: its parameters are set to the points.
-        closure: computes the loss and the gradients at the current parameters.
-    """
-
-    def __init__(self, optimizer: LocalMethod, closure: Callable[[], Any]) -> None:
-        self.optimizer, self.closure = optimizer, closure
-        self.is_first = True
-        self.loss: Any = None
-        """the result of the first call of the closure"""
-
-    def __enter__(self) -> "Evaluations":
-        self.start = self.optimizer.parameters
-        """(n,): the parameters at the beginning"""
-        self._before = self._after = self._read_state()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._write_state(self._after)
-        if kind is not None:
-            self.optimizer.parameters = self.start
-
-    def gradient(self, point: Tensor) -> Tensor | None:
-        """Compute the gradient at a point, times the optimizer's `gradient_factor`.
-
-        Args:
-            point: (n,) parameters, which the optimizer's parameters are set to.
-
-        Returns:
-            (n,), with zeros for missing gradients; None if it is not finite, which the optimizer
-            has counted and reported.
-        """
-        optimizer, flat = self.optimizer, self.optimizer.flat
-        optimizer.parameters = point
-        for parameter in flat.parameters:
-            parameter.grad = None
-        if not self.is_first:
-            self._write_state(self._before)
-        # autocast may have cached copies of the parameters at another point
-        torch.clear_autocast_cache()
-        with torch.enable_grad():
-            loss = self.closure()
-        if self.is_first:
-            self.loss, self._after, self.is_first = loss, self._read_state(), False
-        if not optimizer.check_gradients():
-            return None
-        return flat.read_gradients(flat.empty(), optimizer.gradient_factor())
-
-    def _read_state(self) -> list[Tensor]:
-        """Return copies of the states of the generators and of the buffers."""
-        module, device = self.optimizer.module, self.optimizer.flat.device
-        buffers = [] if module is None else [each for _, each in dense_buffers(module)]
-        states = [each.clone() for each in buffers]
-        if device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(device))
-        return [*states, torch.get_rng_state()]
-
-    @torch.no_grad()
-    def _write_state(self, state: list[Tensor]) -> None:
-        """Write the result of `_read_state`."""
-        module, device = self.optimizer.module, self.optimizer.flat.device
-        *states, cpu = state
-        torch.set_rng_state(cpu)
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(states.pop(), device)
-        if module is not None:
-            for (_, buffer), saved in zip(dense_buffers(module), states, strict=True):
-                buffer.copy_(saved)

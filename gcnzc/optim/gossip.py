@@ -10,21 +10,17 @@ Notation: W ranks, n elements of the flat parameter vector, k of them exchanged.
 """
 
 import re
-from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Integral
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from gcnzc.exchange import Algorithm, Group, Receive, Send, SendReceive
+from gcnzc.exchange import Algorithm, Receive, Send, SendReceive
 from gcnzc.exchange.topology import GRAPHS, Edge, check_graph, neighbors, regular
 from gcnzc.kernels.finite import are_finite, can_be_squared
-from gcnzc.optim.local_method import Fragment, LocalMethod
-from gcnzc.optim.validation import check_count
+from gcnzc.optim.control import PartialExchanges
+from gcnzc.optim.local_method import Fragment
 
 NOT_USABLE = "not finite or too large"
 
@@ -32,43 +28,11 @@ NOT_USABLE = "not finite or too large"
 _REGULAR = re.compile(r"(\d+)-regular")
 
 
-class Gossip(LocalMethod):
+class Gossip(PartialExchanges):
     """The base class of local methods whose ranks exchange in pairs.
 
-    A subclass implements `gossip`, which calls `average_pair` or exchanges in another way.
-
-    Args:
-        inner: the optimizer of torch that takes the local steps.
-        group: the ranks that communicate; see `DistributedOptimizer`.
-        control_interval: the number of steps from one sum of the signals and comparison of options
-            over all ranks to the next.
-        options: see `LocalMethod`.
+    `take_part` of a subclass calls `average_pair`, or exchanges in another way.
     """
-
-    accepts_shards = False
-    compared_options: Sequence[str] = ("control_interval",)
-
-    def __init__(
-        self,
-        inner: Optimizer,
-        group: Group | None = None,
-        *,
-        control_interval: int = 10,
-        **options: Any,
-    ) -> None:
-        check_count("control_interval", control_interval, 1)
-        self.control_interval = control_interval
-        super().__init__(inner, group, **options)
-
-    @abstractmethod
-    def gossip(self, step: int) -> Algorithm[None]:
-        """Exchange with peers, if that is due after a step."""
-
-    def exchange(self, step: int) -> Algorithm[None]:
-        """See `LocalMethod`: exchanges of pairs, and a sum of the signals if it is due."""
-        yield from self.gossip(step)
-        if step % self.control_interval == 0:
-            yield from self.sum_common()
 
     def apply(self, fragment: Fragment, mean: Tensor) -> Algorithm[None]:
         """See `LocalMethod`: set the parameters to the mean with the peer's."""
@@ -129,7 +93,7 @@ class GossipGraph:
     """The graph of a gossip algorithm: one of `GRAPHS`, "k-regular", or edges that connect it.
 
     Raises:
-        ValueError: the name is unknown, or an edge is not a pair of integers.
+        ValueError: the name is unknown, or an edge is not a pair.
     """
 
     topology: str | Iterable[Edge]
@@ -137,7 +101,8 @@ class GossipGraph:
 
     def __post_init__(self) -> None:
         if not isinstance(self.topology, str):
-            object.__setattr__(self, "topology", as_edges(self.topology))
+            pairs = tuple((int(low), int(high)) for low, high in self.topology)
+            object.__setattr__(self, "topology", pairs)
         elif self.topology not in GRAPHS and not _REGULAR.fullmatch(self.topology):
             names = ", ".join(map(repr, GRAPHS))
             raise ValueError(
@@ -175,22 +140,3 @@ class GossipGraph:
         return {
             (low, high): rate * (1 / degrees[low] + 1 / degrees[high]) / 2 for low, high in edges
         }
-
-
-def as_edges(pairs: Iterable[Iterable[int]]) -> tuple[Edge, ...]:
-    """Return the caller's pairs of ranks as edges.
-
-    Raises:
-        ValueError: an element is not a pair of integers.
-    """
-    try:
-        edges = tuple(tuple(each) for each in pairs)
-    except TypeError:
-        raise ValueError(
-            f"topology is {pairs!r}\n\nhint: give the name of a graph, or pairs of ranks, such as "
-            "[(0, 1), (1, 2)]"
-        ) from None
-    for edge in edges:
-        if len(edge) != 2 or not all(isinstance(rank, Integral) for rank in edge):
-            raise ValueError(f"the edge {edge} of a graph\n\nhint: give pairs of ranks, as (0, 1)")
-    return tuple((int(low), int(high)) for low, high in edges)

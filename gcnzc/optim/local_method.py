@@ -13,7 +13,8 @@ Notation: W ranks, n elements, m of a fragment, P fragments, H local steps, D th
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -37,62 +38,45 @@ from gcnzc.system.scalars import scalars_like
 
 CHANNEL = "outer"
 """the channel of reductions that overlap with local steps"""
-Read = Callable[["Fragment", Tensor], None]
 SKIPPED = "synchronization skipped"
 """how notes begin that say why there is no mean"""
 AT_NEXT_START = -1
 """in place of a step: when the next exchange of the fragment starts"""
 
 
+@dataclass(eq=False)
 class Fragment:
-    """A slice of the flat vector that is exchanged on its own, and its pending result.
+    """A slice of the flat vector that is exchanged on its own, and its pending result."""
 
-    Args:
-        name: the name of its compression errors.
-        here: the slice, of m elements.
-        is_round: whether its results are applied when the next exchange starts.
-    """
+    name: str
+    """the name of its compression errors"""
+    here: slice
+    """the slice, of m elements"""
+    padding: int = 0
+    """the number of zeros between a vector and its extras, for shards of equal sizes"""
+    started: int = 0
+    """the step after which its last exchange started"""
+    due: int = 0
+    """the step after which to apply the result; 0 if none is pending; or `AT_NEXT_START`"""
+    mean: Tensor | None = None
+    """(m,) of the pending result; None if there is no mean"""
+    note: str = ""
+    """which ranks the pending mean excludes, or why there is none"""
+    excluded: Collection[int] = ()
+    """the ranks that do not contribute to the exchange"""
+    is_finite: bool | Tensor = True
+    """whether this rank's last contribution was finite; a tensor () until it is read"""
+    handle: Any = None
+    """the answer of `Start`, while the reduction runs"""
+    sums: Sequence[float] = ()
+    """the sums of the common extras; not saved, since they belong to one run"""
+    outer: Optimizer | None = None
+    """the outer optimizer of `DiLoCo`, if it is one of torch"""
 
-    def __init__(self, name: str, here: slice, *, is_round: bool = False) -> None:
-        self.name = self.state_prefix = name
-        self.is_round = is_round
-        self.here, self.num_elements = here, here.stop - here.start
-        self.started = 0
-        """the step after which its last exchange started"""
-        self.due = 0
-        """the step after which to apply the result; 0 if none is pending; or `AT_NEXT_START`"""
-        self.mean: Tensor | None = None
-        """(m,) of the pending result; None if there is no mean"""
-        self.note = ""
-        """which ranks the pending mean excludes, or why there is none"""
-        self.excluded: Collection[int] = ()
-        """the ranks that do not contribute to the exchange"""
-        self.is_finite: bool | Tensor = True
-        """whether this rank's last contribution was finite; a tensor () until it is read"""
-        self.handle: Any = None
-        """the answer of `Start`, while the reduction runs"""
-        self.sums: Sequence[float] = ()
-        """the sums of the common extras; not saved, since they belong to one run"""
-
-    def declare(self, count_kind: Kind) -> list[Field]:
-        """Return the fields of the state; `count_kind` is that of `LocalMethod`."""
-        return [
-            Number(self, "started", kind=count_kind, resize="mean"),
-            Number(self, "due", least=self._least_due),
-            Number(self, "note", ""),
-            # a mean that is not applied may have overflowed
-            Vector(self, "mean", self.num_elements, exists=self._has_mean, may_overflow=True),
-        ]
-
-    def _least_due(self, values: Values) -> int:
-        if self.is_round:
-            return AT_NEXT_START
-        # a result that was due earlier would never be applied
-        return values["steps"] + 1 if values[f"{self.name} due"] != 0 else 0
-
-    def _has_mean(self, values: Values) -> bool:
-        is_pending = values[f"{self.name} due"] != 0
-        return is_pending and (self.is_round or not values[f"{self.name} note"].startswith(SKIPPED))
+    def __post_init__(self) -> None:
+        self.state_prefix, self.num_elements = self.name, self.here.stop - self.here.start
+        self.num_results = self.num_elements
+        """the number of elements of a mean that this rank gets"""
 
 
 class LocalMethod(WrappingOptimizer):
@@ -163,10 +147,8 @@ class LocalMethod(WrappingOptimizer):
     ) -> None:
         check_compression(compress)
         if sharded and compress not in (None, Dense()):
-            raise ValueError(
-                f"sharded=True with compress={compress}\n\nhint: omit one of them, because shards "
-                "are exchanged uncompressed"
-            )
+            # shards are exchanged uncompressed
+            raise ValueError(f"sharded=True with compress={compress}\n\nhint: omit one of them")
         self.delay_steps, self.alone = delay_steps, alone
         self.compress = Sharded() if sharded else compress or Dense()
         self.sharded = sharded
@@ -273,35 +255,25 @@ class LocalMethod(WrappingOptimizer):
     def fragments(self) -> list[Fragment]:
         """The fragments of the flat vector."""
         bounds = pairwise(accumulate(self.fragment_sizes(), initial=0))
-        is_round = self.delay_steps == AT_NEXT_START
-        return [
-            Fragment(f"fragment {p}", slice(*each), is_round=is_round)
-            for p, each in enumerate(bounds)
-        ]
+        found = [Fragment(f"fragment {p}", slice(*each)) for p, each in enumerate(bounds)]
+        for each in found if self.sharded else ():
+            count = each.num_elements
+            each.num_results = len(range(*self._shard(count)))
+            each.padding = padded_size(count, self.group.world_size) - count
+        return found
 
     def fragment_sizes(self) -> list[int]:
         """Return the numbers of elements of the fragments; a single one by default."""
         return [self.flat.num_elements]
 
-    @property
-    def kind(self) -> Kind:
-        """The kind of the vectors that a method updates with means."""
-        return "sharded" if self.sharded else "shared"
-
-    @property
-    def count_kind(self) -> Kind:
-        """The kind of counts of exchanges; see `is_uniform`."""
-        return "shared" if self.is_uniform else "local"
-
     def outer_vector(self, name: str) -> Vector:
-        """Return the field of such a vector, which exists while there are exchanges."""
-        return Vector(self, name, self.flat.num_elements, kind=self.kind, exists=has_exchanges)
+        """Return the field of a vector that is updated with means, while there are exchanges."""
+        kind: Kind = "sharded" if self.sharded else "shared"
+        return Vector(self, name, self.flat.num_elements, kind=kind, exists=has_exchanges)
 
     def own_part(self, vector: Tensor) -> Tensor:
         """Return what this rank has of a vector (n,): all, or a copy of its shard if `sharded`."""
-        if not self.sharded:
-            return vector
-        return vector[slice(*self._shard(len(vector)))].clone()
+        return vector[slice(*self._shard(len(vector)))].clone() if self.sharded else vector
 
     def _shard(self, num_elements: int) -> tuple[int, int]:
         return shard_bounds(num_elements, self.group.rank, self.group.world_size)
@@ -394,11 +366,9 @@ class LocalMethod(WrappingOptimizer):
     def _start(self, fragment: Fragment, step: int) -> Algorithm[None]:
         # `apply` of the last result may replace what `compute` of it still reads
         yield from self._wait(fragment)
-        count = fragment.num_elements
-        end = padded_size(count, self.group.world_size) if self.sharded else count
-        payload = self._make_payload(fragment, self.read, end)
+        payload = self._make_payload(fragment, partial(self.read, fragment))
         yield from self._finish(fragment)
-        self.on_start(fragment, payload[:count])
+        self.on_start(fragment, payload[: fragment.num_elements])
         fragment.started = step
         reduction = self._exchange(fragment, payload)
         if not self.delay_steps:
@@ -416,7 +386,7 @@ class LocalMethod(WrappingOptimizer):
         """k, the number of extras after a vector: whether it is finite, and the common extras."""
         return 1 + self.num_common_extras
 
-    def _make_payload(self, fragment: Fragment, read: Read, end: int) -> Tensor:
+    def _make_payload(self, fragment: Fragment, read: Callable[[Tensor], Any]) -> Tensor:
         """Return the vector to exchange, and the extras; does not synchronize with a GPU.
 
         A vector that is not finite, or too large to be squared, is replaced by zeros.
@@ -424,12 +394,11 @@ class LocalMethod(WrappingOptimizer):
         Args:
             fragment: what is exchanged.
             read: writes the vector.
-            end: the position of the extras, from m on.
         """
-        count = fragment.num_elements
+        count, end = fragment.num_elements, fragment.num_elements + fragment.padding
         payload = torch.empty(end + self.extras, dtype=self.flat.dtype, device=self.flat.device)
         vector = payload[:count]
-        read(fragment, vector)
+        read(vector)
         fragment.is_finite = can_be_squared(vector)
         if payload.device.type != "cpu" or not bool(fragment.is_finite):
             vector.masked_fill_(~fragment.is_finite, 0)
@@ -444,9 +413,6 @@ class LocalMethod(WrappingOptimizer):
     def _exchange(self, fragment: Fragment, payload: Tensor) -> Algorithm[None]:
         """Compute the result of an exchange; may overlap with the local steps."""
         mean = yield from self._mean(fragment, payload, self.reducers[fragment.name])
-        if mean is not None and self.sharded:
-            begin, end = self._shard(fragment.num_elements)
-            mean = mean[: end - begin]
         out = payload[: fragment.num_elements]
         fragment.mean = yield from self.compute(fragment, mean, out)
 
@@ -457,7 +423,7 @@ class LocalMethod(WrappingOptimizer):
         world_size = self.group.world_size
         reason = yield from reducer.mean(payload, self.extras)
         fragment.note, fragment.sums = "", ()
-        mean = payload[: fragment.num_elements]
+        mean = payload[: fragment.num_results]
         if not reason:
             num_finite, fragment.sums = round(reducer.extra_sums[0]), reducer.extra_sums[1:]
             if not num_finite:
@@ -506,13 +472,10 @@ class LocalMethod(WrappingOptimizer):
     def mean_parameters(self, whole: Fragment) -> Algorithm[Tensor | None]:
         """Return the mean (n,) of the parameters over the ranks; None if there is none."""
         count = self.flat.num_elements
-        payload = self._make_payload(whole, self._read_parameters, count)
+        payload = self._make_payload(whole, self.flat.read_parameters)
         worker = self.flat.worker_info(self.group.rank, self.group.world_size)
         whole.mean = yield from self._mean(whole, payload, Dense().reducer(count, worker))
         return self._receive(whole)
-
-    def _read_parameters(self, whole: Fragment, out: Tensor) -> None:
-        self.flat.read_parameters(out, whole.here)
 
     def whole_vector(self) -> Fragment:
         """Return a fragment of all parameters, which has no state."""
@@ -598,18 +561,18 @@ class LocalMethod(WrappingOptimizer):
 
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`."""
-        count = self.flat.num_elements
+        count: dict[str, Any] = {"kind": "shared" if self.is_uniform else "local", "resize": "mean"}
         fields: list[Field] = [
             *super().declare(),
             Option(self, "sharded"),
             Number(self, "is_local", True),
             Number(self, "is_in_sync", False),
-            Number(self, "num_exchanges", kind=self.count_kind, resize="mean"),
+            Number(self, "num_exchanges", **count),
             Number(self, "dropped", kind="local", resize="mean"),
             Vector(
                 self,
                 "parameters",
-                count,
+                self.flat.num_elements,
                 kind=lambda values: "shared" if values["is_in_sync"] else "local",
                 resize="mean",
                 # those of one rank may have overflowed in its last step
@@ -620,9 +583,26 @@ class LocalMethod(WrappingOptimizer):
             *self.sync_interval.declare(),
         ]
         for each in self.fragments:
-            fields += each.declare(self.count_kind)
+            fields += [Number(each, "started", **count), *self._declare_result(each)]
             fields.append(Errors(self, each.name, self.compress, each.num_elements))
         return fields
+
+    def _declare_result(self, fragment: Fragment) -> list[Field]:
+        is_round, due = self.delay_steps == AT_NEXT_START, f"{fragment.name} due"
+
+        def least_due(values: Values) -> int:
+            if is_round:
+                return AT_NEXT_START
+            # a result that was due earlier would never be applied
+            return values["steps"] + 1 if values[due] else 0
+
+        def has_mean(values: Values) -> bool:
+            is_skipped = values[f"{fragment.name} note"].startswith(SKIPPED)
+            return values[due] != 0 and (is_round or not is_skipped)
+
+        # a mean that is not applied may have overflowed
+        mean = Vector(fragment, "mean", fragment.num_elements, exists=has_mean, may_overflow=True)
+        return [Number(fragment, "due", least=least_due), Number(fragment, "note", ""), mean]
 
     def on_broadcast(self) -> None:
         """See `DistributedOptimizer`."""
@@ -651,8 +631,12 @@ class LocalMethod(WrappingOptimizer):
             self._start_exchanges()
 
     def finish_pending(self) -> None:
-        """Wait for the pending exchanges, and keep their results until they are due."""
-        self._run(self.finish_pending_algorithm(), "finish_pending()")
+        """Wait for the pending exchanges, and keep their results until they are due.
+
+        In a simulation the caller runs `finish_pending_algorithm` of all ranks in `lockstep`.
+        """
+        if self.group.world_size == 1 or self.group.backend:
+            self._run(self.finish_pending_algorithm(), "finish_pending()")
 
     def finish_pending_algorithm(self) -> Algorithm[None]:
         """Return the communication of `finish_pending`; see `algorithm`."""
@@ -660,22 +644,14 @@ class LocalMethod(WrappingOptimizer):
             yield from self._wait(fragment)
 
     def snapshot(self) -> dict[str, Any]:
-        """See `DistributedOptimizer`; waits for pending exchanges.
-
-        In a simulation the caller runs `finish_pending_algorithm` of all ranks in `lockstep`
-        before.
-        """
-        self._finish_pending_now()
+        """See `DistributedOptimizer`; calls `finish_pending` before."""
+        self.finish_pending()
         return super().snapshot()
 
     def __getstate__(self) -> dict[str, Any]:
-        """See `DistributedOptimizer`; waits for pending exchanges, as `snapshot` does."""
-        self._finish_pending_now()
+        """See `DistributedOptimizer`; calls `finish_pending` before."""
+        self.finish_pending()
         return super().__getstate__()
-
-    def _finish_pending_now(self) -> None:
-        if self.group.world_size == 1 or self.group.backend:
-            self.finish_pending()
 
     def describe_options(self) -> str:
         """See `DistributedOptimizer`."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gcnzc.compress import Compression, Dense
+from gcnzc.compress import Dense
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.optim.defaults import LOCAL_SGD
 from gcnzc.optim.local_method import Fragment, LocalMethod
@@ -32,8 +32,8 @@ class LocalSGD(LocalMethod):
         inner: the optimizer of torch that takes the local steps.
         group: the ranks that communicate; see `DistributedOptimizer`.
         local_steps: H, or "auto"; see `LocalMethod`.
-        compress: compression of the exchanged differences; None for none.
-        options: `target` and `clocks` of `LocalMethod`, and those of `DistributedOptimizer`.
+        options: `compress` of the exchanged differences, `target` and `clocks` of `LocalMethod`,
+            and the options of `DistributedOptimizer`.
 
     Raises:
         ValueError: an option is out of range, or the parameters of the ranks differ.
@@ -48,11 +48,14 @@ class LocalSGD(LocalMethod):
         group: Group | None = None,
         *,
         local_steps: int | str = LOCAL_SGD.local_steps,
-        compress: Compression | None = None,
         **options: Any,
     ) -> None:
-        self.has_anchor = compress not in (None, Dense())
-        super().__init__(inner, group, local_steps=local_steps, compress=compress, **options)
+        super().__init__(inner, group, local_steps=local_steps, **options)
+
+    @property
+    def has_anchor(self) -> bool:
+        """Whether the differences from the last mean are exchanged."""
+        return self.compress != Dense()
 
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`."""
@@ -66,7 +69,7 @@ class LocalSGD(LocalMethod):
 
     def read(self, fragment: Fragment, out: Tensor) -> None:
         """See `LocalMethod`: the parameters, or the anchor minus them."""
-        self.flat.read_parameters(out, fragment.here)
+        super().read(fragment, out)
         if self.has_anchor:
             torch.sub(self.anchor, out, out=out)
 

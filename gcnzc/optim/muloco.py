@@ -9,12 +9,13 @@ format, the interval and the two compressed stages of the exchange differ from i
 """
 
 import warnings
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from gcnzc.compress import Blocks, Compression
+from gcnzc.compress import Blocks
 from gcnzc.exchange import Group
 from gcnzc.optim.defaults import MULOCO
 from gcnzc.optim.diloco import DiLoCo
@@ -30,11 +31,8 @@ class MuLoCo(DiLoCo):
     Args:
         inner: the optimizer of torch that takes the local steps.
         group: the ranks that communicate; see `DistributedOptimizer`.
-        local_steps: see `DiLoCo`.
-        outer_lr: the learning rate of the outer optimizer.
-        outer_momentum: the Nesterov momentum of the outer optimizer.
-        compress: compression of the exchanged differences.
-        options: the other options of `DiLoCo`.
+        options: those of `DiLoCo`. The defaults are `gcnzc.optim.defaults.MULOCO`, and
+            `Blocks("int2", has_feedback=True)` for `compress`.
 
     Raises:
         ValueError: an option is out of range, or the parameters of the ranks differ.
@@ -42,30 +40,12 @@ class MuLoCo(DiLoCo):
 
     accepts_shards = False
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        group: Group | None = None,
-        *,
-        local_steps: int | str = MULOCO.local_steps,
-        outer_lr: float = MULOCO.outer_lr,
-        outer_momentum: float = MULOCO.outer_momentum,
-        compress: Compression = Blocks("int2", has_feedback=True),  # noqa: B008 - it cannot change
-        **options: Any,
-    ) -> None:
-        muon = (Muon, *filter(None, [getattr(torch.optim, "Muon", None)]))
-        if not isinstance(inner, muon):
+    def __init__(self, inner: Optimizer, group: Group | None = None, **options: Any) -> None:
+        if not isinstance(inner, (Muon, getattr(torch.optim, "Muon", Muon))):
             warnings.warn(
                 f"MuLoCo has {type(inner).__name__} as the inner optimizer, but its defaults are "
                 "those for Muon; use gcnzc.optim.Muon(model.parameters(), module=model)",
                 stacklevel=2,
             )
-        super().__init__(
-            inner,
-            group,
-            local_steps=local_steps,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
-            compress=compress,
-            **options,
-        )
+        compress = Blocks("int2", has_feedback=True)
+        super().__init__(inner, group, **asdict(MULOCO) | {"compress": compress} | options)

@@ -12,7 +12,8 @@ answers further offers after its own have been answered.
 
 This cannot deadlock. Each rank has a colour, different from those of its neighbours, and offers go
 from lower to higher colours. So a rank that waits for an answer waits for one of a higher colour,
-and one of the highest colour never waits. Steps do not wait at all.
+and one of the highest colour never waits. Steps do not wait for answers. A rank that waits for a
+sum of all ranks processes messages meanwhile.
 
 Notation: W ranks, n elements of the flat parameter vector.
 """
@@ -20,7 +21,6 @@ Notation: W ranks, n elements of the flat parameter vector.
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -35,21 +35,11 @@ from gcnzc.optim.gossip import NOT_USABLE, Gossip
 MAX_OVERLAPPING = 2
 """the largest number of overlapping exchanges of a rank"""
 EXTRAS = 2
-"""how many numbers follow the vector of a message: its `MessageKind`, and the number of states that
-the sender has loaded"""
-
-
-class MessageKind(IntEnum):
-    """What a message means."""
-
-    CLOSED = 0
-    """the sender makes no more offers"""
-    VOID = 1
-    """the answer to an offer from before a state was loaded, which both ranks ignore"""
-    UNUSABLE = 2
-    """an offer or answer whose vector is not finite or too large"""
-    USABLE = 3
-    """an offer or answer"""
+"""how many numbers follow the vector of a message: its kind, and how many states its sender has
+loaded. Both ranks ignore an offer whose answer has another number of loaded states"""
+CLOSED, UNUSABLE, USABLE = range(3)
+"""kinds of messages: the sender makes no more offers; an offer or answer whose vector is not finite
+or too large; another offer or answer"""
 
 
 @dataclass(eq=False)
@@ -57,36 +47,56 @@ class Neighbor:
     """The messages with one neighbour."""
 
     peer: int
-    number: int
-    """the number of the channel; a rank has at most one neighbour on each channel, so receives do
-    not wait for each other"""
+    channel: str
+    """the name of the channel; a rank has at most one neighbour on each, so receives do not wait
+    for each other"""
     makes_offers: bool
     """whether this rank makes the offers; otherwise it answers them"""
     received: Tensor
     """(n + `EXTRAS`,) on the host: the last message"""
     receive: Any = None
-    """the handle of the receive; None if there is none, or after it has ended"""
+    """the handle of the receive of an offer, or of the answer to an offer; None if there is none"""
     sent: Tensor | None = None
     """the last message to the neighbour"""
     send: Any = None
     """the handle of the send of `sent`"""
-    is_unanswered: bool = False
-    """whether an offer has no answer yet"""
     is_deferred: bool = False
     """whether `received` is an offer that this rank has not answered yet"""
-    is_closed: bool = False
-    """whether the neighbour makes no more offers"""
 
 
 class OverlappedGossip(Gossip):
-    """The base class of gossip methods whose exchanges may overlap with the steps, as `Offers`."""
+    """The base class of gossip methods whose exchanges may overlap with the steps.
 
-    x: Tensor
-    """(n,): the parameters, which exchanges change"""
+    The tensors of messages are on the host. If the vector of one rank is not finite, that rank
+    takes the vector of the other. A lost neighbour raises `WorkerLost` in a step of this rank.
+    """
+
+    x = torch.empty(0)
+    """(n,): the parameters, which exchanges change; empty before the broadcast"""
     num_pairs: int
     """the number of exchanges with a peer that this rank has applied"""
     credit: float
     """exchanges that this rank may take part in; each offer or answer subtracts 1"""
+    edges: Sequence[Edge]
+    """the graph"""
+    is_open: bool
+    """whether the channels are open"""
+    neighbors: list[Neighbor]
+    """the neighbours; none until the channels are open"""
+    num_loads = 0
+    """the number of loaded states"""
+    num_unanswered: int
+    """the number of offers without an answer"""
+    num_overlapping: int
+    """the number of overlapping exchanges: the offers of this rank without an answer, and the
+    answers that it has sent meanwhile"""
+    turn: int
+    """the index of the next neighbour that gets an offer"""
+
+    def outside(self) -> dict[str, Any]:
+        """See `PartialExchanges`."""
+        counts = dict.fromkeys(("num_unanswered", "num_overlapping", "turn"), 0)
+        return {**super().outside(), "is_open": False, "neighbors": [], **counts}
 
     @abstractmethod
     def exchange_with(self, own: Tensor, other: Tensor) -> None:
@@ -101,110 +111,74 @@ class OverlappedGossip(Gossip):
     def replace(self, other: Tensor) -> None:
         """Replace parameters that are not finite by those (n,) of another rank."""
 
-
-class Offers:
-    """Exchanges with neighbours in a graph, overlapped with the steps; see the module docstring.
-
-    The tensors of messages are on the host. If the vector of one rank is not finite, that rank
-    takes the vector of the other. A lost neighbour raises `WorkerLost` in a step of this rank.
-
-    Args:
-        method: the optimizer, which applies the exchanges.
-        edges: the graph.
-    """
-
-    def __init__(self, method: OverlappedGossip, edges: Sequence[Edge]) -> None:
-        self.method = method
-        self.generation = 0
-        """the number of loaded states"""
-        rank, flat = method.group.rank, method.flat
-        colors, matchings = color_ranks(method.group.world_size, edges), color_edges(edges)
-        self.num_channels = len(matchings)
-        self.neighbors: list[Neighbor] = []
-        for number, matching in enumerate(matchings):
-            for pair in (each for each in matching if rank in each):
-                peer = sum(pair) - rank
-                received = torch.zeros(flat.num_elements + EXTRAS, dtype=flat.dtype)
-                makes_offers = colors[rank] < colors[peer]
-                self.neighbors.append(Neighbor(peer, number, makes_offers, received))
-        self._forget_messages()
-
-    def _forget_messages(self) -> None:
-        self.is_open = False
-        self.num_unanswered = 0
-        """the number of offers without an answer"""
-        self.num_overlapping = 0
-        """the number of overlapping exchanges: the offers of this rank without an answer, and the
-        answers that it has sent meanwhile"""
-        self.turn = 0
-        """the index of the next neighbour that gets an offer"""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without messages, which belong to this optimizer, not to a copy."""
-        other = object.__new__(type(self))
-        vars(other).update(vars(self))
-        other.neighbors = [
-            Neighbor(each.peer, each.number, each.makes_offers, each.received.clone())
-            for each in self.neighbors
-        ]
-        other._forget_messages()
-        return vars(other)
-
-    def _channel(self, number: int) -> str:
-        return f"{namespace(self.method)}/gossip {number}"
-
-    def open(self) -> Algorithm[None]:
-        """Open the channels, and start the receives that are missing."""
+    def open_channels(self) -> Algorithm[None]:
+        """Open the channels, and start the receives of offers that are missing."""
+        rank = self.group.rank
         if not self.is_open:
+            colors = color_ranks(self.group.world_size, self.edges)
             # all ranks open all channels, in the same order
-            for number in range(self.num_channels):
-                yield Wait((yield Start(Sum(torch.zeros(1)), self._channel(number))))
+            for number, matching in enumerate(color_edges(self.edges)):
+                channel = f"{namespace(self)}/gossip {number}"
+                yield Wait((yield Start(Sum(torch.zeros(1)), channel)))
+                for pair in (each for each in matching if rank in each):
+                    peer = sum(pair) - rank
+                    received = torch.zeros(self.flat.num_elements + EXTRAS, dtype=self.flat.dtype)
+                    makes_offers = colors[rank] < colors[peer]
+                    self.neighbors.append(Neighbor(peer, channel, makes_offers, received))
             self.is_open = True
         for each in self.neighbors:
-            if each.receive is None and not each.is_deferred and not each.is_closed:
+            if each.receive is None and not each.makes_offers and not each.is_deferred:
                 yield from self._start_receive(each)
 
-    def can_offer(self) -> bool:
-        """Whether this rank may make an offer now."""
-        return self.num_overlapping < MAX_OVERLAPPING and self._next_neighbor() is not None
+    def make_offers(self, rate: float) -> Algorithm[None]:
+        """Make offers to the neighbours in turn; the answers are applied when they arrive.
 
-    def make_offer(self) -> Algorithm[None]:
-        """Make an offer to the next neighbour; the answer is applied when it arrives."""
-        each = self._next_neighbor()
-        assert each is not None, "the caller has called `can_offer`"
-        self.turn = (self.neighbors.index(each) + 1) % len(self.neighbors)
-        yield from self._send(each, self._message())
-        each.is_unanswered = True
-        self.num_unanswered += 1
-        self.num_overlapping += 1
-        self.method.credit -= 1
+        Args:
+            rate: the number of exchanges per step.
+        """
+        self.credit = min(max(self.credit, -MAX_OVERLAPPING) + rate, MAX_OVERLAPPING)
+        while self.credit >= 0 and self.num_overlapping < MAX_OVERLAPPING:
+            turns = [*self.neighbors[self.turn :], *self.neighbors[: self.turn]]
+            ready = (each for each in turns if each.makes_offers and each.receive is None)
+            if (each := next(ready, None)) is None:
+                return
+            self.turn = (self.neighbors.index(each) + 1) % len(self.neighbors)
+            yield from self._send(each, self._message())
+            yield from self._start_receive(each)
+            self.num_exchanges += 1
+            self.num_unanswered += 1
+            self.num_overlapping += 1
+            self.credit -= 1
 
     def process_messages(self) -> Algorithm[None]:
         """Apply the answers and answer the offers that have arrived; does not wait."""
         while (each := (yield from self._first([], 0.0))) is not None:
             yield from self._process(each)
 
-    def process_until(self, others: Any) -> Algorithm[None]:
-        """Process messages until another request has ended."""
-        while (each := (yield from self._first([others], None))) is not None:
+    def wait_for_all(self, handle: Any) -> Algorithm[Any]:
+        """See `PartialExchanges`: process messages until a request has ended."""
+        while (each := (yield from self._first([handle], None))) is not None:
             yield from self._process(each)
-        yield Wait(others)
+        self.flat.write_parameters(self.x)
+        return (yield Wait(handle))
 
     def close(self) -> Algorithm[None]:
         """End the exchanges with all ranks, until the next step.
 
-        A rank that has all answers sends its neighbours the message that it makes no more offers,
-        and waits for that message from each of them.
+        A rank that has all answers sends the message that it makes no more offers, and waits for
+        that message from the neighbours that make offers to it.
         """
         while self.num_unanswered:
             yield from self._process((yield from self._first([], None)))
         for each in self.neighbors:
-            yield from self._send(each, self._message(MessageKind.CLOSED))
-        while not all(each.is_closed for each in self.neighbors):
-            yield from self._process((yield from self._first([], None)))
+            if each.makes_offers:
+                yield from self._send(each, self._message(CLOSED))
+        while (each := (yield from self._first([], None))) is not None:
+            yield from self._process(each)
         for each in self.neighbors:
-            yield Wait(each.send)
-            each.send, each.sent, each.is_closed = None, None, False
+            if each.send is not None:
+                yield Wait(each.send)
+                each.send = each.sent = None
 
     def _first(self, others: Sequence[Any], seconds: float | None) -> Algorithm[Any]:
         """Wait for the first message, or for one of the other handles.
@@ -214,30 +188,18 @@ class Offers:
         """
         waiting = [each for each in self.neighbors if each.receive is not None]
         handles = [*others, *(each.receive for each in waiting)]
-        if not handles:
-            return None
-        index = yield First(handles, seconds)
+        index = (yield First(handles, seconds)) if handles else None
         return None if index is None or index < len(others) else waiting[index - len(others)]
 
-    def _next_neighbor(self) -> Neighbor | None:
-        """Return the next neighbour that can get an offer; None if there is none."""
-        turns = [*self.neighbors[self.turn :], *self.neighbors[: self.turn]]
-        return next((each for each in turns if each.makes_offers and not each.is_unanswered), None)
-
-    def _message(self, kind: MessageKind | None = None) -> Tensor:
+    def _message(self, kind: int | None = None) -> Tensor:
         """Return a message (n + `EXTRAS`,) on the host with the parameters of this rank."""
         if kind is None:
-            kind = MessageKind.USABLE if self._is_usable() else MessageKind.UNUSABLE
-        message = torch.empty_like(self.neighbors[0].received)
-        message[:-EXTRAS] = self.method.x
-        message[-EXTRAS], message[-1] = kind, self.generation
-        return message
-
-    def _is_usable(self) -> bool:
-        return bool(can_be_squared(self.method.x))
+            kind = USABLE if bool(can_be_squared(self.x)) else UNUSABLE
+        extras = torch.tensor([kind, self.num_loads], dtype=self.x.dtype)
+        return torch.cat([self.x.cpu(), extras])
 
     def _start_receive(self, each: Neighbor) -> Algorithm[None]:
-        each.receive = yield Start(Receive(each.received, each.peer), self._channel(each.number))
+        each.receive = yield Start(Receive(each.received, each.peer), each.channel)
         # the receive may still be pending at the end of this step, or of the run
         yield Abandon(each.receive)
 
@@ -246,32 +208,26 @@ class Offers:
             # this wait is short: the neighbour has received the message, or is about to
             yield Wait(each.send)
         each.sent = message
-        each.send = yield Start(Send(message, each.peer), self._channel(each.number))
+        each.send = yield Start(Send(message, each.peer), each.channel)
 
     def _process(self, each: Neighbor) -> Algorithm[None]:
         """Process a message that has arrived."""
         yield Wait(each.receive)
         each.receive = None
-        if int(each.received[-EXTRAS]) == MessageKind.CLOSED:
-            each.is_closed = True
-            if each.is_unanswered:
-                yield from self._start_receive(each)
-            return
         if each.makes_offers:
-            yield from self._apply_answer(each)
+            yield from self._process_answer(each)
+        elif int(each.received[-EXTRAS]) == CLOSED:
+            return
         elif self.num_unanswered and self.num_overlapping >= MAX_OVERLAPPING:
             each.is_deferred = True
         else:
             yield from self._answer(each)
 
-    def _apply_answer(self, each: Neighbor) -> Algorithm[None]:
-        each.is_unanswered = False
+    def _process_answer(self, each: Neighbor) -> Algorithm[None]:
         self.num_unanswered -= 1
         self._apply(each)
         yield Wait(each.send)
         each.send = each.sent = None
-        if not each.is_closed:
-            yield from self._start_receive(each)
         if self.num_unanswered:
             return
         self.num_overlapping = 0
@@ -281,31 +237,29 @@ class Offers:
                 yield from self._answer(other)
 
     def _answer(self, each: Neighbor) -> Algorithm[None]:
-        is_void = int(each.received[-1]) != self.generation
-        yield from self._send(each, self._message(MessageKind.VOID if is_void else None))
+        yield from self._send(each, self._message())
         self._apply(each)
-        self.method.credit -= 1
+        self.credit -= 1
         self.num_overlapping += self.num_unanswered > 0
         yield from self._start_receive(each)
 
     def _apply(self, each: Neighbor) -> None:
         """Apply an exchange of the last sent and received messages."""
         assert each.sent is not None, "it is sent before the exchange is applied"
-        own, other = each.sent, each.received
-        kinds = [int(message[-EXTRAS]) for message in (own, other)]
-        if MessageKind.VOID in kinds or own[-1] != other[-1] or own[-1] != self.generation:
+        sent, received = each.sent, each.received
+        if not sent[-1] == received[-1] == self.num_loads:
             return
-        self.method.num_pairs += 1
-        device = self.method.x.device
-        if all(kind == MessageKind.USABLE for kind in kinds):
-            self.method.exchange_with(own[:-EXTRAS].to(device), other[:-EXTRAS].to(device))
-            return
-        for rank, kind in zip((self.method.group.rank, each.peer), kinds, strict=True):
-            if kind != MessageKind.USABLE:
-                self.method.note_drop(f"the parameters of rank {rank} are {NOT_USABLE}")
+        self.num_pairs += 1
+        own, other = (message[:-EXTRAS].to(self.x.device) for message in (sent, received))
+        is_usable = [int(message[-EXTRAS]) == USABLE for message in (sent, received)]
+        if all(is_usable):
+            self.exchange_with(own, other)
+        for rank, flag in zip((self.group.rank, each.peer), is_usable, strict=True):
+            if not flag:
+                self.note_drop(f"the parameters of rank {rank} are {NOT_USABLE}")
         # the parameters of this rank may have been replaced since the offer
-        if kinds[1] == MessageKind.USABLE and not self._is_usable():
-            self.method.replace(other[:-EXTRAS].to(device))
+        if is_usable == [False, True] and not bool(can_be_squared(self.x)):
+            self.replace(other)
 
 
 def color_ranks(world_size: int, edges: Sequence[Edge]) -> list[int]:

@@ -4,26 +4,21 @@
     the ranks in F_k exchange; the others compute, and finish a later round
 
 Each rank announces in the store that it has finished. A rank that reads that the ranks that have
-finished are a quorum (`Quorum`) closes the round by a compare-and-set, so all ranks read the same
-members. There is no coordinator, and no rank communicates with a rank that has not finished.
+finished are a quorum closes the round by a compare-and-set, so all ranks read the same members.
+There is no coordinator, and no rank communicates with a rank that has not finished.
 
 A rank that waits for all others, as in an evaluation, is paused: no round waits for it.
 
 Notation: W ranks.
 """
 
-import json
 import math
-from abc import ABC, abstractmethod
-from collections import deque
+from abc import abstractmethod
+from ast import literal_eval
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from enum import Enum
-from typing import Any
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from gcnzc.exchange import (
@@ -33,65 +28,38 @@ from gcnzc.exchange import (
     DeleteKeys,
     First,
     Group,
-    Now,
     ReadKeys,
     Start,
-    Sum,
     Wait,
     WaitForKey,
 )
 from gcnzc.exchange.sync import all_gather_text
 from gcnzc.exchange.topology import Edge
 from gcnzc.kernels.finite import can_be_squared
-from gcnzc.optim.control import namespace
+from gcnzc.optim.control import PartialExchanges, namespace
 from gcnzc.optim.group_options import find_difference
-from gcnzc.optim.local_method import LocalMethod
 from gcnzc.optim.method import identify_caller
 from gcnzc.optim.state import Field, Number
 from gcnzc.optim.validation import check_count
 
-STEPS_KEPT = 16
-"""the number of steps whose times a rank keeps"""
 _METHODS: "WeakKeyDictionary[Group, WeakSet[Rounds]]" = WeakKeyDictionary()
 """by group, the optimizers that have announced a status"""
 
 
-class StatusKind(Enum):
-    """What a rank does, or the result of its last local step."""
+class RankStatus(NamedTuple):
+    """What a rank has announced; by default, that of a rank before its first step."""
 
-    FINISHED = "finished"
-    """it has finished a local step for a round; its parameters are finite"""
-    DAMAGED = "damaged"
-    """it has finished a local step for a round; its parameters are not finite or too large"""
-    PAUSED = "paused"
-    """it waits for all ranks, so no round may wait for it; see `LocalMethod.pause_exchanges`"""
-
-
-@dataclass(frozen=True)
-class RankStatus:
-    """What a rank has announced: a state, and the last round for which it has finished a step."""
-
-    round: int
-    kind: StatusKind
+    round: int = -1
+    """the last round for which it has finished a local step"""
+    kind: Literal["finished", "damaged", "paused"] = "finished"
+    """"damaged": its parameters are not finite or too large after that step. "paused": it waits for
+    all ranks, so no round may wait for it; see `LocalMethod.pause_exchanges`"""
     loaded_after: int = -1
     """the number of steps after which the rank has loaded a state, so that its rounds begin again;
     -1 if it has not"""
 
-    def to_bytes(self) -> bytes:
-        """Return the status as the value of a key."""
-        return f"{self.round} {self.kind.value} {self.loaded_after}".encode()
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "RankStatus":
-        """Return the status in a value; an empty value is that of a rank before its first step."""
-        if not data:
-            return cls(-1, StatusKind.FINISHED)
-        number, kind, loaded_after = data.decode().split()
-        return cls(int(number), StatusKind(kind), int(loaded_after))
-
-
-@dataclass(frozen=True)
-class ClosedRound:
+class ClosedRound(NamedTuple):
     """A closed round, equal on all ranks."""
 
     round: int
@@ -100,7 +68,7 @@ class ClosedRound:
     damaged: tuple[int, ...]
     """the members whose parameters are not finite or too large"""
     memory: tuple[int, ...]
-    """what the quorum of the next round depends on; see `Quorum.remember`"""
+    """what the quorum of the next round depends on; see `Rounds.remember`"""
     sends: tuple[Edge, ...] = ()
     """which member sends its state to which"""
     closer: int = 0
@@ -108,40 +76,109 @@ class ClosedRound:
     oldest: int = 0
     """the oldest round whose key is not deleted"""
 
-    def to_bytes(self) -> bytes:
-        """Return the round as the value of a key."""
-        return json.dumps(asdict(self)).encode()
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "ClosedRound":
-        """Return the round of a value."""
-        fields = json.loads(data)
-        fields["sends"] = map(tuple, fields["sends"])
-        for name in ("members", "damaged", "memory", "sends"):
-            fields[name] = tuple(fields[name])
-        return cls(**fields)
+def to_bytes(value: RankStatus | ClosedRound) -> bytes:
+    """Return a status or a round as the value of a key."""
+    return repr(tuple(value)).encode()
 
 
-class Quorum(ABC):
-    """When a round closes: when the ranks that have finished are a quorum.
+def read_status(data: bytes) -> RankStatus:
+    """Return the status in the value of a key, which is empty before the first step."""
+    return RankStatus(*literal_eval(data.decode() or "()"))
 
-    The rules are functions of the ranks' statuses and of the last closed round, so that any rank
-    can apply them. They do not communicate.
+
+def read_round(data: bytes) -> ClosedRound | None:
+    """Return the round in the value of a key; None if it has not closed."""
+    return ClosedRound(*literal_eval(data.decode())) if data else None
+
+
+def active_ranks(statuses: Sequence[RankStatus]) -> set[int]:
+    """Return the ranks that are not paused."""
+    return {rank for rank, each in enumerate(statuses) if each.kind != "paused"}
+
+
+def finished_ranks(last: ClosedRound, statuses: Sequence[RankStatus]) -> set[int]:
+    """Return the ranks that have finished their step for the round after `last`."""
+    number = last.round + 1
+    return {rank for rank in active_ranks(statuses) if statuses[rank].round == number}
+
+
+class Rounds(PartialExchanges):
+    """The base class of local methods whose ranks exchange in rounds without the slowest ranks.
+
+    A subclass implements the rules of the rounds, and `take_part`, which calls `finish_round`. The
+    rules are functions of the last closed round and of the ranks' statuses, so that any rank can
+    apply them; they do not communicate.
 
     Args:
-        world_size: W.
+        inner: the optimizer of torch that takes the local steps.
+        group: the ranks that communicate; see `DistributedOptimizer`.
+        wait_interval: the number of steps after which all ranks wait for one another, such as the
+            number of steps of an epoch; None if they never wait. The waits have the time limit of
+            the group.
+        options: see `PartialExchanges`.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    is_uniform = False
+    compared_options: Sequence[str] = ("wait_interval", *PartialExchanges.compared_options)
+    wait_s: float
+    """the time that this rank waits for others before it closes a round, in seconds"""
+    is_for_all_ranks: bool
+    """whether each round needs all ranks, so that none of them can be ahead by a round"""
+    last: ClosedRound
+    """the last closed round that this rank has read"""
+    loaded_round: ClosedRound | None = None
+    """the round from which the rounds begin again in the next step; None if they continue"""
+    status: bytes
+    """what this rank has announced in the store; empty before the first step"""
+    generation: int
+    """the number of times that the rounds have begun again, because a state was loaded"""
+    is_paused: bool
+    """whether `status` is that of a paused rank: the rounds do not wait for this rank"""
+    paused_by: set[int]
+    """ids of this rank's optimizers that wait for other ranks, and therefore pause this one"""
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        group: Group | None = None,
+        *,
+        wait_interval: int | None = None,
+        **options: Any,
+    ) -> None:
+        if wait_interval is not None:
+            check_count("wait_interval", wait_interval, 1)
+        self.wait_interval = wait_interval
+        super().__init__(inner, group, **{"control_interval": 32} | options)
+
+    def outside(self) -> dict[str, Any]:
+        """See `PartialExchanges`; a copy takes no part in the rounds."""
+        own = {"status": b"", "generation": 0, "is_paused": False, "paused_by": set()}
+        return super().outside() | own
+
+    def start(self) -> None:
+        """See `DistributedOptimizer`."""
+        self.last = self.begin()
+        super().start()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """See `DistributedOptimizer`."""
+        # a copy has begun no rounds, so it continues from the loaded round at once
+        last = {"last": self.loaded_round or self.last, "loaded_round": None}
+        return {**super().__getstate__(), **last}
+
+    # --- what a method implements
 
     @abstractmethod
     def is_enough(self, last: ClosedRound, finished: set[int], active: set[int]) -> bool:
-        """Whether the ranks that have finished are a quorum of those that are not paused."""
+        """Whether the ranks that have finished are a quorum of those that are not paused.
 
-    def is_possible(self, active: set[int]) -> bool:
-        """Whether these ranks can be a quorum; otherwise the round closes without members."""
-        return True
+        If all that are not paused are not enough, the round closes without members.
+        """
+
+    @abstractmethod
+    def begin_memory(self) -> tuple[int, ...]:
+        """Return the memory before the first round."""
 
     @abstractmethod
     def remember(self, last: ClosedRound, members: Sequence[int]) -> tuple[int, ...]:
@@ -151,14 +188,6 @@ class Quorum(ABC):
         """Return the `sends` of the current round."""
         return ()
 
-    @abstractmethod
-    def begin_memory(self) -> tuple[int, ...]:
-        """Return the memory before the first round."""
-
-    def begin(self) -> ClosedRound:
-        """Return the round before the first one."""
-        return ClosedRound(0, tuple(range(self.world_size)), (), self.begin_memory())
-
     def resume(self, rounds: Sequence[ClosedRound]) -> ClosedRound:
         """Return the round that a run continues from.
 
@@ -166,155 +195,6 @@ class Quorum(ABC):
             rounds: by rank, the last round that the rank has read.
         """
         return max(rounds, key=lambda each: each.round)
-
-    def is_complete(self, last: ClosedRound, statuses: Sequence[RankStatus]) -> bool:
-        """Whether the current round has nothing to wait for.
-
-        Args:
-            last: the last closed round.
-            statuses: of all ranks.
-        """
-        active = active_ranks(statuses)
-        return not self.is_possible(active) or active <= finished_ranks(last, statuses)
-
-    def can_close(self, last: ClosedRound, statuses: Sequence[RankStatus]) -> bool:
-        """Whether there is a quorum for the current round, or cannot be one."""
-        finished, active = finished_ranks(last, statuses), active_ranks(statuses)
-        if not finished or not self.is_possible(active):
-            return bool(finished)
-        return self.is_enough(last, finished, active)
-
-    def close(self, last: ClosedRound, statuses: Sequence[RankStatus], closer: int) -> ClosedRound:
-        """Return the current round, closed with the ranks that have finished.
-
-        Args:
-            last: the last closed round.
-            statuses: of all ranks, for which `can_close` is true.
-            closer: the rank that closes the round.
-        """
-        active = active_ranks(statuses)
-        members = sorted(finished_ranks(last, statuses)) if self.is_possible(active) else []
-        # a rank may still wait for the key of the round in its status, and a late rank reads the
-        # keys of the last two rounds
-        kept = min([last.round, *(statuses[rank].round for rank in active)])
-        return ClosedRound(
-            last.round + 1,
-            tuple(members),
-            tuple(rank for rank in members if statuses[rank].kind is StatusKind.DAMAGED),
-            self.remember(last, members),
-            self.choose_sends(last, members),
-            closer,
-            max(last.oldest, kept),
-        )
-
-
-def active_ranks(statuses: Sequence[RankStatus]) -> set[int]:
-    """Return the ranks that are not paused."""
-    return {rank for rank, each in enumerate(statuses) if each.kind is not StatusKind.PAUSED}
-
-
-def finished_ranks(last: ClosedRound, statuses: Sequence[RankStatus]) -> set[int]:
-    """Return the ranks that have finished their step for the round after `last`."""
-    number = last.round + 1
-    return {rank for rank in active_ranks(statuses) if statuses[rank].round == number}
-
-
-class Rounds(LocalMethod):
-    """The base class of local methods whose ranks exchange in rounds without the slowest ranks.
-
-    A subclass implements `make_quorum` and `take_part`, which calls `finish_round`.
-
-    Args:
-        inner: the optimizer of torch that takes the local steps.
-        group: the ranks that communicate; see `DistributedOptimizer`.
-        control_interval: the number of steps from one sum of signals to the next; the sums overlap
-            with the steps.
-        options: see `LocalMethod`.
-    """
-
-    is_uniform = False
-    accepts_shards = False
-    wait_interval: int | None = None
-    """the number of steps after which all ranks wait for one another; None for never"""
-    compared_options: Sequence[str] = ("control_interval", "wait_interval")
-    last: ClosedRound
-    """the last closed round that this rank has read"""
-    status: bytes
-    """what this rank has announced in the store; empty before the first step"""
-    generation: int
-    """the number of times that the rounds have begun again, because a state was loaded"""
-    is_paused: bool
-    """whether `status` is `PAUSED`: the rounds do not wait for this rank"""
-    paused_by: set[int]
-    """ids of this rank's optimizers that wait for other ranks, and therefore pause this one"""
-    pending: Any
-    """the handle of the overlapped sum of signals"""
-    ended_s: float | None
-    """the time of the end of the last step"""
-
-    def __init__(
-        self,
-        inner: Optimizer,
-        group: Group | None = None,
-        *,
-        control_interval: int = 32,
-        **options: Any,
-    ) -> None:
-        check_count("control_interval", control_interval, 1)
-        self.control_interval = control_interval
-        self.step_s: deque[float] = deque(maxlen=STEPS_KEPT)
-        """the times of this rank's last local steps in seconds"""
-        self.num_steps = 0
-        """the number of steps since the construction"""
-        self.votes: Tensor | None = None
-        """sums (common extras,) that have not been received"""
-        self.loaded_round: ClosedRound | None = None
-        """the round from which the rounds begin again in the next step; None if they continue"""
-        vars(self).update(self._outside())
-        super().__init__(inner, group, **options)
-
-    def _outside(self) -> dict[str, Any]:
-        """Return the attributes of an optimizer that takes no part in rounds yet."""
-        return {
-            "status": b"",
-            "generation": 0,
-            "is_paused": False,
-            "paused_by": set(),
-            "pending": None,
-            "ended_s": None,
-        }
-
-    def start(self) -> None:
-        """See `DistributedOptimizer`."""
-        self.rules = self.make_quorum(self.group.world_size)
-        self.last = self.rules.begin()
-        super().start()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """See `DistributedOptimizer`; a copy takes no part in the rounds."""
-        # a copy has begun no rounds, so it continues from the loaded round at once
-        last = {"last": self.loaded_round or self.last, "loaded_round": None}
-        return {**super().__getstate__(), **self._outside(), **last}
-
-    # --- what a method implements
-
-    @abstractmethod
-    def make_quorum(self, world_size: int) -> Quorum:
-        """Return the rules of the rounds."""
-
-    @abstractmethod
-    def take_part(self, step: int) -> Algorithm[None]:
-        """Finish a round after a step, if that is due, and exchange with its other members."""
-
-    @property
-    @abstractmethod
-    def wait_s(self) -> float:
-        """The time that this rank waits for others before it closes a round, in seconds."""
-
-    @property
-    @abstractmethod
-    def is_for_all_ranks(self) -> bool:
-        """Whether each round needs all ranks, so that none of them can be ahead by a round."""
 
     def describe_state(self) -> str:
         """Return a line for the state that ranks may have in common; see `compare_states`."""
@@ -331,26 +211,57 @@ class Rounds(LocalMethod):
             ValueError: it differs; raised on all ranks.
         """
 
+    # --- the rules
+
+    def begin(self) -> ClosedRound:
+        """Return the round before the first one."""
+        return ClosedRound(0, tuple(range(self.group.world_size)), (), self.begin_memory())
+
+    def is_complete(self, last: ClosedRound, statuses: Sequence[RankStatus]) -> bool:
+        """Whether the current round has nothing to wait for.
+
+        Args:
+            last: the last closed round.
+            statuses: of all ranks.
+        """
+        active = active_ranks(statuses)
+        can_be_enough = self.is_enough(last, active, active)
+        return not can_be_enough or active <= finished_ranks(last, statuses)
+
+    def can_close(self, last: ClosedRound, statuses: Sequence[RankStatus]) -> bool:
+        """Whether there is a quorum for the current round, or cannot be one."""
+        finished, active = finished_ranks(last, statuses), active_ranks(statuses)
+        can_be_enough = self.is_enough(last, active, active)
+        return bool(finished) and (not can_be_enough or self.is_enough(last, finished, active))
+
+    def closed_round(self, last: ClosedRound, statuses: Sequence[RankStatus]) -> ClosedRound:
+        """Return the current round, closed by this rank with the ranks that have finished."""
+        active = active_ranks(statuses)
+        can_be_enough = self.is_enough(last, active, active)
+        members = sorted(finished_ranks(last, statuses)) if can_be_enough else []
+        # a rank may still wait for the key of the round in its status, and a late rank reads the
+        # keys of the last two rounds
+        kept = min([last.round, *(statuses[rank].round for rank in active)])
+        return ClosedRound(
+            last.round + 1,
+            tuple(members),
+            tuple(rank for rank in members if statuses[rank].kind == "damaged"),
+            self.remember(last, members),
+            self.choose_sends(last, members),
+            self.group.rank,
+            max(last.oldest, kept),
+        )
+
     # --- steps
 
     def exchange(self, step: int) -> Algorithm[None]:
-        """See `LocalMethod`: a round; then the signals, and a wait for all ranks if necessary."""
-        yield from self.take_part(step)
-        # not the number of steps, which a state of another step may have changed on one rank only
-        is_due, self.num_steps = self.num_steps % self.control_interval == 0, self.num_steps + 1
-        if is_due:
-            yield from self.apply_pending_algorithm()
-            values = torch.tensor(self.common_extras(), dtype=torch.float64)
-            self.pending = yield Start(Sum(values), self._channel)
-        elif self.pending is not None and (yield First([self.pending], 0.0)) is not None:
-            # if a rank is lost, the sum has ended with this error
-            yield from self.finish_pending_algorithm()
+        """See `PartialExchanges`; then waits for all ranks if necessary."""
+        yield from super().exchange(step)
         is_last = self.wait_interval is not None and step % self.wait_interval == 0
         if is_last or any(self.received_signals):
             yield from self.pause_exchanges_algorithm()
             yield from self.sum_common()
             yield from self.resume_exchanges_algorithm()
-        self.ended_s = yield Now()
 
     def finish_round(self, step: int) -> Algorithm[ClosedRound]:
         """Announce that this rank has finished, and wait for a round that it is a member of.
@@ -362,14 +273,12 @@ class Rounds(LocalMethod):
         # a new interval of local steps begins, even if this rank has no peers in the round
         interval.started = step
         parameters = [each.detach() for each in self.flat.parameters]
-        is_finite = interval.is_finite = bool(can_be_squared(*parameters))
-        kind = StatusKind.FINISHED if is_finite else StatusKind.DAMAGED
-        if self.ended_s is not None:
-            self.step_s.append((yield Now()) - self.ended_s)
+        interval.is_finite = bool(can_be_squared(*parameters))
         yield from self.begin_rounds()
         while True:
             number = self.last.round + 1
-            if not (yield from self._announce(RankStatus(number, kind))):
+            status = RankStatus(number, "finished" if interval.is_finite else "damaged")
+            if not (yield from self._announce(status)):
                 # the store has no status of this rank: it is a new one, as after a restart
                 yield from self._agree_on_round()
                 continue
@@ -384,10 +293,10 @@ class Rounds(LocalMethod):
                 continue
             latest = max(each.round for each in statuses)
             if closed is None and latest == number:
-                if self.rules.can_close(self.last, statuses):
-                    closed = yield from self._close(statuses)
+                closed = yield from self._close(statuses)
                 if closed is None:
-                    closed = yield from self._wait_for_round(number)
+                    request = WaitForKey(self._closed_key(number))
+                    closed = read_round((yield from self._wait_paused(self._others(), request)))
             if closed is not None:
                 self.last = closed
                 if not closed.members or self.group.rank in closed.members:
@@ -403,16 +312,61 @@ class Rounds(LocalMethod):
 
     # --- the store
 
-    @property
-    def _channel(self) -> str:
-        """The channel of the sums of signals."""
-        return f"{namespace(self)}/control"
-
     def _closed_key(self, number: int) -> str:
         return f"{namespace(self)}/{self.generation}/closed/{number}"
 
     def _status_key(self, rank: int) -> str:
         return f"{namespace(self)}/{self.generation}/status/{rank}"
+
+    def _announce(self, status: RankStatus) -> Algorithm[bool]:
+        """Write the status of this rank; return False if the store has lost the previous one."""
+        key, value = self._status_key(self.group.rank), to_bytes(status)
+        while (answer := (yield CompareAndSet(key, self.status, value))) != value:
+            self.status = answer
+            if not answer:
+                return False
+        self.status = value
+        return True
+
+    def _read(self, number: int) -> Algorithm[tuple[list[RankStatus], ClosedRound | None]]:
+        """Read the statuses of all ranks, and a round, None if it has not closed."""
+        keys = [*map(self._status_key, range(self.group.world_size)), self._closed_key(number)]
+        *statuses, closed = yield ReadKeys(keys)
+        return list(map(read_status, statuses)), read_round(closed)
+
+    def _close(self, statuses: list[RankStatus]) -> Algorithm[ClosedRound | None]:
+        """Close the current round if there is a quorum, after a time for other ranks to finish."""
+        number = self.last.round + 1
+        key = self._closed_key(number)
+        if not self.can_close(self.last, statuses):
+            return None
+        if self.wait_s and not self.is_complete(self.last, statuses):
+            if self.wait_s == math.inf:
+                return None
+            if data := (yield WaitForKey(key, self.wait_s)):
+                return read_round(data)
+            statuses, found = yield from self._read(number)
+            if found is not None or not self.can_close(self.last, statuses):
+                # a paused rank takes part again, and closes the round when it can
+                return found
+        closed = self.closed_round(self.last, statuses)
+        value = to_bytes(closed)
+        answer = yield CompareAndSet(key, b"", value)
+        if answer == value and closed.oldest > self.last.oldest:
+            old = range(self.last.oldest, closed.oldest)
+            yield DeleteKeys([self._closed_key(each) for each in old])
+        return read_round(answer)
+
+    def _skip_to(self, number: int) -> Algorithm[None]:
+        """Set `last` to the last closed round, if a rank has announced a step for a later one.
+
+        Args:
+            number: the latest round that a rank has finished a step for.
+        """
+        if number > self.last.round + 1:
+            keys = [self._closed_key(each) for each in (number, number - 1)]
+            found = next(filter(None, (yield ReadKeys(keys))), b"")
+            self.last = read_round(found) or self.last
 
     def begin_rounds(self) -> Algorithm[None]:
         """Begin the rounds in the first step, or again after a state was loaded.
@@ -432,68 +386,6 @@ class Rounds(LocalMethod):
         yield from self._agree_on_round()
         yield DeleteKeys(old)
 
-    def _wait_for_round(self, number: int) -> Algorithm[ClosedRound]:
-        """Wait until other ranks have closed a round; this rank is paused in other optimizers."""
-        others = self._others()
-        yield from self._pause(others)
-        data = yield WaitForKey(self._closed_key(number))
-        yield from self._resume(others)
-        return ClosedRound.from_bytes(data)
-
-    def _announce(self, status: RankStatus) -> Algorithm[bool]:
-        """Write the status of this rank; return False if the store has lost the previous one."""
-        key, value = self._status_key(self.group.rank), status.to_bytes()
-        while (answer := (yield CompareAndSet(key, self.status, value))) != value:
-            self.status = answer
-            if not answer:
-                return False
-        self.status = value
-        return True
-
-    def _read(self, number: int) -> Algorithm[tuple[list[RankStatus], ClosedRound | None]]:
-        """Read the statuses of all ranks, and a round, None if it has not closed."""
-        keys = [*map(self._status_key, range(self.group.world_size)), self._closed_key(number)]
-        *statuses, closed = yield ReadKeys(keys)
-        return (
-            [RankStatus.from_bytes(each) for each in statuses],
-            ClosedRound.from_bytes(closed) if closed else None,
-        )
-
-    def _close(self, statuses: list[RankStatus]) -> Algorithm[ClosedRound | None]:
-        """Close the current round, after a time for other ranks to finish."""
-        number = self.last.round + 1
-        key = self._closed_key(number)
-        if self.wait_s and not self.rules.is_complete(self.last, statuses):
-            if self.wait_s == math.inf:
-                return None
-            if data := (yield WaitForKey(key, self.wait_s)):
-                return ClosedRound.from_bytes(data)
-            statuses, closed = yield from self._read(number)
-            if closed is not None:
-                return closed
-            if not self.rules.can_close(self.last, statuses):
-                # a paused rank takes part again, and closes the round when it can
-                return None
-        closed = self.rules.close(self.last, statuses, self.group.rank)
-        value = closed.to_bytes()
-        answer = yield CompareAndSet(key, b"", value)
-        if answer == value and closed.oldest > self.last.oldest:
-            old = range(self.last.oldest, closed.oldest)
-            yield DeleteKeys([self._closed_key(each) for each in old])
-        return ClosedRound.from_bytes(answer)
-
-    def _skip_to(self, number: int) -> Algorithm[None]:
-        """Set `last` to the last closed round, if a rank has announced a step for a later one.
-
-        Args:
-            number: the latest round that a rank has finished a step for.
-        """
-        if number > self.last.round + 1:
-            keys = [self._closed_key(each) for each in (number, number - 1)]
-            found = next(filter(None, (yield ReadKeys(keys))), b"")
-            if found:
-                self.last = ClosedRound.from_bytes(found)
-
     def _agree_on_round(self) -> Algorithm[None]:
         """Agree on the round to begin with; see `begin_rounds`.
 
@@ -506,24 +398,24 @@ class Rounds(LocalMethod):
         others = self._others()
         yield from self._pause(others)
         lines = self.compared_lines() if self.generation else []
-        own = [self.last.to_bytes().decode(), self.describe_state()]
+        own = [to_bytes(self.last).decode(), self.describe_state()]
         gather = all_gather_text("\n".join([*own, *lines]))
         # this also opens the channel, in which the ranks wait for one another
-        texts = yield Wait((yield Start(gather, self._channel)))
+        texts = yield Wait((yield Start(gather, self.channel)))
         yield from self._resume(others)
         _METHODS.setdefault(self.group, WeakSet()).add(self)
         found = [each.split("\n", 2) for each in texts]
         compared = {rank: "".join(each[2:]) for rank, each in enumerate(found)}
         if difference := find_difference(compared):
             raise ValueError(difference)
-        rounds = [ClosedRound.from_bytes(each[0].encode()) for each in found]
+        rounds = [ClosedRound(*literal_eval(each[0])) for each in found]
         self.compare_states([each[1] for each in found], rounds)
         # the keys of earlier rounds were in another store
-        self.last = first = self.rules.resume(rounds)
-        yield CompareAndSet(self._closed_key(first.round), b"", first.to_bytes())
+        self.last = first = self.resume(rounds)
+        yield CompareAndSet(self._closed_key(first.round), b"", to_bytes(first))
         self.status, self.is_paused = b"", False
         self.paused_by.clear()
-        yield from self._announce(RankStatus(first.round, StatusKind.FINISHED))
+        yield from self._announce(RankStatus(first.round))
 
     # --- waits for all ranks
 
@@ -543,6 +435,23 @@ class Rounds(LocalMethod):
         if self.is_for_all_ranks:
             # otherwise a rank could close its next round while another one is still paused
             yield AllGatherScalar(0)
+
+    def wait_for_all(self, handle: Any) -> Algorithm[Any]:
+        """See `PartialExchanges`: this rank is paused while it waits for slower ones."""
+        # if each round needs all ranks, no rank can be a round behind, so this rank need not pause
+        own = [] if self.is_for_all_ranks else [self]
+        limit_s = 0.0 if self.is_for_all_ranks else self.wait_s
+        is_ended = (yield First([handle], limit_s)) is not None
+        return (
+            yield from self._wait_paused(() if is_ended else [*own, *self._others()], Wait(handle))
+        )
+
+    def _wait_paused(self, methods: "Sequence[Rounds]", request: Any) -> Algorithm[Any]:
+        """Return the answer of a request for which this rank is paused in some optimizers."""
+        yield from self._pause(methods)
+        answer = yield request
+        yield from self._resume(methods)
+        return answer
 
     def _others(self) -> "list[Rounds]":
         """Return the other optimizers of the group whose rounds this rank is in.
@@ -569,7 +478,7 @@ class Rounds(LocalMethod):
             each.paused_by.discard(id(self))
             if each.is_paused and not each.paused_by and each.loaded_round is None:
                 each.is_paused = False
-                yield from each._announce(RankStatus(each.last.round, StatusKind.FINISHED))
+                yield from each._announce(RankStatus(each.last.round))
 
     def _announce_pause(self, loaded_after: int = -1) -> Algorithm[None]:
         """Announce that this rank is paused, and close the round if the others waited for it.
@@ -579,45 +488,23 @@ class Rounds(LocalMethod):
                 it is paused; -1 otherwise. Ranks that have not loaded a state after as many steps
                 begin the rounds again.
         """
-        status = RankStatus(self.last.round, StatusKind.PAUSED, loaded_after)
+        status = RankStatus(self.last.round, "paused", loaded_after)
         self.is_paused = yield from self._announce(status)
         while self.is_paused:
             statuses, closed = yield from self._read(self.last.round + 1)
-            number = max(each.round for each in statuses)
-            if closed is None and number <= self.last.round + 1:
+            latest = max(each.round for each in statuses)
+            if closed is None and latest <= self.last.round + 1:
                 # this rank may be the only one that the others have waited for
-                if self.rules.can_close(self.last, statuses):
-                    yield from self._close(statuses)
+                yield from self._close(statuses)
                 return
             self.last = closed or self.last
-            yield from self._skip_to(number)
-
-    def finish_pending_algorithm(self) -> Algorithm[None]:
-        """See `LocalMethod`: wait for the sum of signals, which the slowest rank has started."""
-        if self.pending is None:
-            return
-        # if each round needs all ranks, no rank can be a round behind, so this rank need not pause
-        own = [] if self.is_for_all_ranks else [self]
-        limit_s = 0.0 if self.is_for_all_ranks else self.wait_s
-        is_ended = (yield First([self.pending], limit_s)) is not None
-        paused = [] if is_ended else [*own, *self._others()]
-        yield from self._pause(paused)
-        self.votes = yield Wait(self.pending)
-        self.pending = None
-        yield from self._resume(paused)
-
-    def apply_pending_algorithm(self) -> Algorithm[None]:
-        """See `LocalMethod`: receive the signals."""
-        yield from self.finish_pending_algorithm()
-        if self.votes is not None:
-            self.receive_common(self.votes.tolist())
-            self.votes = None
+            yield from self._skip_to(latest)
 
     # --- the state
 
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`; the rounds of another number of ranks begin again."""
-        begin = [0, *self.rules.begin_memory()]
+        begin = [0, *self.begin_memory()]
         return [
             *super().declare(),
             Number(self, "rounds", begin, "local", resize="drop", length=len(begin)),
@@ -635,7 +522,7 @@ class Rounds(LocalMethod):
     @rounds.setter
     def rounds(self, values: Sequence[int]) -> None:
         number, *memory = values
-        last = replace(self.rules.begin(), round=number, memory=tuple(memory), oldest=number)
+        last = self.begin()._replace(round=number, memory=tuple(memory), oldest=number)
         if self.status:
             self.loaded_round = last
         else:
@@ -644,10 +531,4 @@ class Rounds(LocalMethod):
     def on_broadcast(self) -> None:
         """See `DistributedOptimizer`."""
         super().on_broadcast()
-        self.rounds = [0, *self.rules.begin_memory()]
-
-    def on_load(self) -> None:
-        """See `DistributedOptimizer`."""
-        super().on_load()
-        # the signals of a sum that has not ended belong to the earlier run
-        self.pending = self.votes = None
+        self.rounds = [0, *self.begin_memory()]

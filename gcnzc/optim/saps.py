@@ -15,12 +15,11 @@ bandwidths.
 """
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -36,9 +35,8 @@ from gcnzc.exchange.topology import (
 )
 from gcnzc.kernels.codec.random_indices import draw_indices
 from gcnzc.optim.gossip import Gossip
-from gcnzc.optim.state import Field, Number, Vector
+from gcnzc.optim.state import Field, Number, Values, Vector
 from gcnzc.optim.validation import check_count, check_range
-from gcnzc.system.arguments import describe
 
 PROBE_BYTES = 1 << 20
 """default size of a message of `measure_bandwidths`"""
@@ -60,15 +58,14 @@ class SAPS(Gossip):
         density: p, the fraction of the parameters of an exchange, in (0, 1]; at least one is
             exchanged.
         bandwidth: (W, W), the bandwidth of each pair of ranks in any unit, the same matrix on all
-            ranks; 0 for pairs that cannot communicate. The lower one of (i, j) and (j, i) counts.
-            None for equal bandwidths, or to measure them with `probe_interval`.
+            ranks, on the host; 0 for pairs that cannot communicate. The lower one of (i, j) and
+            (j, i) counts. None for equal bandwidths, or to measure them with `probe_interval`.
         probe_interval: measure the bandwidths in bytes per second before the first exchange, and
             again every `probe_interval` exchanges, in place of `bandwidth`. A measurement exchanges
             1 MiB between all pairs; the runs are no longer reproducible. None to not measure.
         seed: random seed of the pairs and indices.
-        local_steps: the number of local steps from one exchange to the next, or "auto".
-        control_interval: the number of steps from one sum of signals over all ranks to the next.
-        options: see `LocalMethod`.
+        options: `control_interval` of `PartialExchanges`, and the options of `LocalMethod`, such as
+            `local_steps`, which is 1 by default, or "auto".
 
     Raises:
         ValueError: an option is out of range, or `bandwidth` is not a matrix of numbers from 0 on
@@ -92,61 +89,51 @@ class SAPS(Gossip):
         group: Group | None = None,
         *,
         density: float = 0.01,
-        bandwidth: Tensor | NDArray[Any] | Sequence[Sequence[float]] | None = None,
+        bandwidth: ArrayLike | None = None,
         probe_interval: int | None = None,
         seed: int = 0,
-        local_steps: int | str = 1,
-        control_interval: int = 10,
         **options: Any,
     ) -> None:
-        check_range(
-            "density",
-            density,
-            lambda share: 0 < share <= 1,
-            "the fraction of elements to exchange, above 0 and at most 1",
-        )
+        hint = "the fraction of elements to exchange, above 0 and at most 1"
+        check_range("density", density, lambda share: 0 < share <= 1, hint)
         check_count("seed", seed)
         if probe_interval is not None:
             check_count("probe_interval", probe_interval, 1)
         if bandwidth is not None and probe_interval is not None:
-            raise ValueError(
-                "both bandwidth and probe_interval are given\n\nhint: give the bandwidths, or "
-                "measure them"
-            )
+            raise ValueError("both bandwidth and probe_interval\n\nhint: omit one of them")
         self.density, self.probe_interval, self.seed = density, probe_interval, seed
-        self.given = None if bandwidth is None else _read_matrix(bandwidth)
+        self.given: Any = None if bandwidth is None else np.array(bandwidth, np.float64)
+        """(W, W): the given bandwidths, or equal ones"""
         self.pairs: list[Edge] = []
         """the pairs of ranks in the last exchange, equal on all ranks"""
-        options |= {"local_steps": local_steps, "control_interval": control_interval}
         super().__init__(inner, group, **options)
+
+    def start(self) -> None:
+        """See `DistributedOptimizer`.
+
+        Raises:
+            ValueError: the given bandwidths are not valid, or those of another number of ranks.
+        """
+        world_size = self.group.world_size
+        given = np.ones((world_size, world_size)) if self.given is None else self.given
+        self.given = symmetric_bandwidths(given, world_size)
+        super().start()
         self._find_threshold()
 
     @property
     def given_bandwidth(self) -> str:
         """The size and a hash of the given bandwidths, which all ranks must have."""
-        if self.given is None:
-            return "None"
         return f"{self.given.shape} {hashlib.sha256(self.given.tobytes()).hexdigest()[:8]}"
 
     def declare(self) -> list[Field]:
-        """See `DistributedOptimizer`; for another number of ranks, the pairs begin again.
-
-        Raises:
-            ValueError: the given bandwidths are those of another number of ranks.
-        """
-        world_size = self.group.world_size
-        if self.given is not None and len(self.given) != world_size:
-            raise ValueError(
-                f"bandwidths of {len(self.given)} ranks for {world_size} ranks\n\n"
-                "hint: give a matrix with a row and a column for each rank"
-            )
-        matrix: dict[str, Any] = {"size": world_size**2, "on_host": True}
+        """See `DistributedOptimizer`; for another number of ranks, the pairs begin again."""
+        matrix: dict[str, Any] = {"size": self.group.world_size**2, "on_host": True}
         again: dict[str, Any] = {"kind": "local", "resize": "drop", "least": NEVER}
         return [
             *super().declare(),
             Vector(self, "last_met", **matrix, dtype=torch.int64, initial=NEVER, **again),
-            Vector(self, "bandwidth", **matrix, dtype=torch.float64, is_optional=True, **again),
             Number(self, "measured_in", NEVER, **again),
+            Vector(self, "bandwidth", **matrix, dtype=torch.float64, exists=is_measured, **again),
         ]
 
     def on_load(self) -> None:
@@ -156,8 +143,8 @@ class SAPS(Gossip):
             self.bandwidth, self.measured_in = None, NEVER
         self._find_threshold()
 
-    def gossip(self, step: int) -> Algorithm[None]:
-        """See `Gossip`: an exchange after every `local_steps` steps."""
+    def take_part(self, step: int) -> Algorithm[None]:
+        """See `PartialExchanges`: an exchange after every `local_steps` steps."""
         (interval,) = self.fragments
         if step - interval.started >= self.local_steps:
             interval.started = step
@@ -192,12 +179,9 @@ class SAPS(Gossip):
     @property
     def matrix(self) -> Matrix:
         """B: the current bandwidths, symmetric, equal on all ranks."""
-        world_size = self.group.world_size
-        if self.bandwidth is not None:
-            return np.asarray(self.bandwidth.view(world_size, world_size).numpy())
-        if self.given is not None:
+        if self.bandwidth is None:
             return self.given
-        return np.ones((world_size, world_size)) - np.eye(world_size)
+        return np.asarray(self.bandwidth.view(self.given.shape).numpy())
 
     def _find_threshold(self) -> None:
         self.fast_threshold = bottleneck_threshold(self.matrix)
@@ -216,6 +200,11 @@ class SAPS(Gossip):
             return None
         found = draw_indices(count, self.num_exchanged, self.seed, self.num_exchanges)
         return found.to(self.flat.device)
+
+
+def is_measured(values: Values) -> bool:
+    """Whether a state has bandwidths; without `measured_in`, it is of another number of ranks."""
+    return bool(values.get("measured_in", NEVER) != NEVER)
 
 
 def measure_bandwidths(
@@ -256,25 +245,18 @@ def measure_bandwidths(
     return np.asarray(np.minimum(measured, measured.T))
 
 
-def _read_matrix(bandwidth: Any) -> Matrix:
-    """Return bandwidths of the caller as a symmetric matrix (W, W) with a diagonal of 0."""
-    found = bandwidth.detach().cpu().numpy() if isinstance(bandwidth, Tensor) else bandwidth
-    hint = "hint: give a matrix with a row and a column for each rank, of finite numbers from 0 on"
-    try:
-        matrix = np.array(found, np.float64)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"bandwidth is {describe(bandwidth)}, not a matrix of numbers\n\n{hint}"
-        ) from None
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-        raise ValueError(f"bandwidth has the shape {matrix.shape}\n\n{hint}")
+def symmetric_bandwidths(matrix: Matrix, world_size: int) -> Matrix:
+    """Return bandwidths of the caller with the lower one of both directions, and a diagonal of 0.
+
+    Raises:
+        ValueError: there are not W x W finite numbers from 0 on, or no pair can exchange.
+    """
     np.fill_diagonal(matrix, 0)
-    if not ((matrix >= 0) & np.isfinite(matrix)).all():
-        raise ValueError(f"bandwidth has a number that is negative, infinite or NaN\n\n{hint}")
-    matrix = np.minimum(matrix, matrix.T)
-    if len(matrix) > 1 and not matrix.any():
+    is_valid = matrix.shape == (world_size, world_size) and np.isfinite(matrix).all()
+    lower = np.minimum(matrix, matrix.T) if is_valid else matrix
+    if not is_valid or (lower < 0).any() or (world_size > 1 and not lower.any()):
         raise ValueError(
-            "bandwidth is 0 for every pair of ranks, so that no pair could exchange\n\nhint: give "
-            "a bandwidth above 0 in both directions of at least one pair"
+            f"bandwidth is {matrix.tolist()}\n\nhint: give a finite number from 0 on for each pair "
+            f"of {world_size} ranks, and above 0 in both directions of at least one pair"
         )
-    return matrix
+    return lower

@@ -50,13 +50,14 @@ class SelSync(LocalSGD):
         ValueError: an option is out of range, or the parameters of the ranks differ.
     """
 
+    accepts_shards = False
     squares: Tensor
     """(w,) float64: the squared gradient norms of the last steps of this rank, the newest first"""
     num_squares: int
     """the number of squared norms so far"""
+    change = math.inf
+    """c_t: the relative change of the last step of this rank; infinity if it is not known"""
     compared_options = ("threshold", "window", *LocalSGD.compared_options)
-
-    accepts_shards = False
 
     def __init__(
         self,
@@ -71,22 +72,12 @@ class SelSync(LocalSGD):
             check_at_least_zero("threshold", threshold)
         check_count("window", window, 1, MAX_SYNC_WINDOW)
         self.threshold, self.window = threshold, window
-        self.change = math.inf
-        """the relative change of the last step of this rank; infinity if it is not known"""
         super().__init__(inner, group, local_steps=1, **options)
 
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`."""
-        squares = Vector(
-            self,
-            "squares",
-            self.window,
-            torch.float64,
-            kind="local",
-            resize="mean",
-            may_overflow=True,
-            on_host=True,
-        )
+        own: dict[str, Any] = {"kind": "local", "resize": "mean", "may_overflow": True}
+        squares = Vector(self, "squares", self.window, torch.float64, on_host=True, **own)
         return [*super().declare(), squares, Number(self, "num_squares", kind="local")]
 
     def load_alone(self) -> None:
@@ -119,11 +110,8 @@ class SelSync(LocalSGD):
 
     def _squared_norm(self) -> float:
         """Return the squared norm of this rank's gradients, without weight and gradient scale."""
-        gradients = [
-            each.grad.coalesce().values() if each.grad.is_sparse else each.grad
-            for each in self.flat.parameters
-            if each.grad is not None
-        ]
+        found = [each.grad for each in self.flat.parameters if each.grad is not None]
+        gradients = [each.coalesce().values() if each.is_sparse else each for each in found]
         if not gradients:
             return 0.0
         norms = torch.stack([each.double() for each in torch._foreach_norm(gradients)])
@@ -134,7 +122,5 @@ class SelSync(LocalSGD):
     def _smoothed(self) -> float:
         """Return the weighted mean of the squared norms so far; 0 if there are none."""
         count = min(self.num_squares, self.window)
-        if not count:
-            return 0.0
         weights = (1 - DECAY) ** torch.arange(1, count + 1, dtype=torch.float64)
-        return float(self.squares[:count] @ weights / weights.sum())
+        return float(self.squares[:count] @ weights / weights.sum()) if count else 0.0

@@ -6,11 +6,12 @@ difference, with values of two bits, and keeps the others as an error that it se
 takes the place of the outer momentum.
 """
 
+from dataclasses import asdict
 from typing import Any
 
 from torch.optim import Optimizer
 
-from gcnzc.compress import Compression, TopK
+from gcnzc.compress import TopK
 from gcnzc.exchange import Group
 from gcnzc.optim.defaults import SPARSE_LOCO
 from gcnzc.optim.diloco import DiLoCo
@@ -24,33 +25,13 @@ class SparseLoCo(DiLoCo):
     Args:
         inner: the optimizer of torch that takes the local steps.
         group: the ranks that communicate; see `DistributedOptimizer`.
-        local_steps: see `DiLoCo`.
-        outer_lr: the learning rate of the outer optimizer.
-        outer_momentum: the Nesterov momentum of the outer optimizer.
-        compress: compression of the exchanged differences.
-        options: the other options of `DiLoCo`.
+        options: those of `DiLoCo`. The defaults are `gcnzc.optim.defaults.SPARSE_LOCO`, and
+            `TopK.sparse_loco()` for `compress`.
 
     Raises:
         ValueError: an option is out of range, or the parameters of the ranks differ.
     """
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        group: Group | None = None,
-        *,
-        local_steps: int | str = SPARSE_LOCO.local_steps,
-        outer_lr: float = SPARSE_LOCO.outer_lr,
-        outer_momentum: float = SPARSE_LOCO.outer_momentum,
-        compress: Compression = TopK.sparse_loco(),  # noqa: B008 - it cannot change
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            inner,
-            group,
-            local_steps=local_steps,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
-            compress=compress,
-            **options,
-        )
+    def __init__(self, inner: Optimizer, group: Group | None = None, **options: Any) -> None:
+        compress = TopK.sparse_loco()
+        super().__init__(inner, group, **asdict(SPARSE_LOCO) | {"compress": compress} | options)

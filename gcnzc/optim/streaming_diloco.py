@@ -19,11 +19,12 @@ Notation: n elements, P fragments, H local steps, D the delay.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import chain, pairwise
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from gcnzc.exchange import Algorithm, Group
@@ -55,10 +56,7 @@ class StreamingDiLoCo(DiLoCo):
             requires local_steps="auto": the smallest D such that an exchange takes at most half
             the time of D steps.
         mixing: the weight of a rank's own parameters when a fragment is synchronized, from 0 to 1.
-        outer_lr: the learning rate of the outer optimizer.
-        outer_momentum: the Nesterov momentum of the outer optimizer.
-        named_parameters: the model's `named_parameters()`, for fragments by name.
-        options: the other options of `DiLoCo`, except `sharded`.
+        options: the other options of `DiLoCo`, except `sharded`; fragments by name need `module`.
 
     Raises:
         ValueError: an option is out of range, options contradict each other, or the parameters of
@@ -69,6 +67,8 @@ class StreamingDiLoCo(DiLoCo):
     """the current D"""
     period: int
     """H when the starts of the fragments' exchanges were distributed over the steps; 0 before"""
+    sizes: list[int]
+    """the numbers of elements of the fragments"""
     compared_options = ("sizes", "delay", *DiLoCo.compared_options)
 
     def __init__(
@@ -80,16 +80,10 @@ class StreamingDiLoCo(DiLoCo):
         fragments: int | str | Sequence[str] = FRAGMENTS,
         delay: int | str = DELAY,
         mixing: float = 0.5,
-        outer_lr: float = STREAMING_DILOCO.outer_lr,
-        outer_momentum: float = STREAMING_DILOCO.outer_momentum,
-        named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
         **options: Any,
     ) -> None:
         if delay == "auto" and local_steps != "auto":
-            raise ValueError(
-                f"delay='auto' with local_steps={local_steps}\n\n"
-                "hint: give local_steps='auto', which measures both"
-            )
+            raise ValueError(f"delay='auto' with local_steps={local_steps}\n\nhint: give 'auto'")
         if delay != "auto":
             # a fractional delay would never equal a step number
             check_count("delay", delay)
@@ -97,17 +91,10 @@ class StreamingDiLoCo(DiLoCo):
         if options.get("sharded"):
             raise ValueError("sharded=True with fragments\n\nhint: omit it, or use DiLoCo")
         self.delay, self.mixing, self.requested = delay, mixing, fragments
-        self._named = dict(named_parameters or ())
-        # the ranks overlap exchanges with the steps, also while a delay of 0 steps is tried
-        options.setdefault("target", MAX_OVERLAP_SHARE)
+        # exchanges overlap with the steps, also while a delay of 0 steps is tried
+        own = {"target": MAX_OVERLAP_SHARE, "delay_steps": 1 if delay == "auto" else int(delay)}
         super().__init__(
-            inner,
-            group,
-            local_steps=local_steps,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
-            delay_steps=1 if isinstance(delay, str) else int(delay),
-            **options,
+            inner, group, **asdict(STREAMING_DILOCO) | own | options | {"local_steps": local_steps}
         )
         if self.delay_steps >= self.local_steps:
             raise ValueError(
@@ -120,29 +107,24 @@ class StreamingDiLoCo(DiLoCo):
 
     def lay_out(self) -> FlatParameters:
         """See `DistributedOptimizer`: the parameters of each fragment are together."""
-        flat, requested, self._sizes = super().lay_out(), self.requested, []
-        if isinstance(requested, int):
-            total = flat.num_elements
-            if not 1 <= requested <= total:
+        flat, count = super().lay_out(), self.requested
+        if isinstance(count, int):
+            if not 1 <= count <= flat.num_elements:
                 raise ValueError(
-                    f"{requested} fragments of {total:,} elements\n\nhint: give a number from 1 "
-                    f"to {total}"
+                    f"{count} fragments of {flat.num_elements:,} elements\n\nhint: give a number "
+                    f"from 1 to {flat.num_elements}"
                 )
-            bounds = [total * number // requested for number in range(requested + 1)]
-            self._sizes = [end - begin for begin, end in pairwise(bounds)]
+            bounds = [flat.num_elements * number // count for number in range(count + 1)]
+            self.sizes = [end - begin for begin, end in pairwise(bounds)]
             return flat
-        parts = split_by_name(flat, requested, self._named)
-        self._sizes = [sum(each.numel() for each in part) for part in parts.values()]
-        return FlatParameters(self.param_groups, list(chain(*parts.values())))
+        named = {} if self.module is None else dict(self.module.named_parameters())
+        parts = split_by_name(flat, count, named)
+        self.sizes = [sum(each.numel() for each in part) for part in parts]
+        return FlatParameters(self.param_groups, list(chain(*parts)))
 
     def fragment_sizes(self) -> list[int]:
         """See `LocalMethod`."""
-        return self._sizes
-
-    @property
-    def sizes(self) -> str:
-        """The numbers of elements of the fragments, as text."""
-        return f"({', '.join(map(str, self._sizes))})"
+        return self.sizes
 
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`."""
@@ -168,8 +150,8 @@ class StreamingDiLoCo(DiLoCo):
 
 def split_by_name(
     flat: FlatParameters, requested: str | Sequence[str], named: Mapping[str, Tensor]
-) -> dict[str, list[Tensor]]:
-    """Split the parameters into fragments; return the parameters of each by its name.
+) -> list[list[Tensor]]:
+    """Return the parameters of each fragment.
 
     Args:
         flat: the parameters.
@@ -177,51 +159,33 @@ def split_by_name(
         named: the model's parameters by their names.
 
     Raises:
-        ValueError: an expression is not valid, or selects no parameter; or a parameter has no name.
+        ValueError: an expression selects no parameter, or a parameter has no name.
     """
-    if requested != "modules" and not _are_expressions(requested):
-        raise ValueError(
-            f"fragments is {requested!r}\n\nhint: give a number, 'modules', or a list of regular "
-            "expressions"
-        )
-    # the first name of a tied parameter
-    names = {id(parameter): name for name, parameter in reversed(list(named.items()))}
+    by_module = requested == "modules"
+    if isinstance(requested, str) and not by_module:
+        raise ValueError(f"fragments is {requested!r}\n\nhint: give a number, 'modules', or a list")
+    names = {id(parameter): name for name, parameter in named.items()}
+    found: dict[str, list[Tensor]] = {} if by_module else {each: [] for each in requested}
     for segment in flat.segments:
-        if id(segment.parameter) not in names:
+        name = names.get(id(segment.parameter))
+        if name is None:
             raise ValueError(
                 f"no name for {segment.name} of the optimizer\n\nhint: for fragments by name, give "
-                "named_parameters=model.named_parameters()"
+                "module=model"
             )
-    found: dict[str, list[Tensor]] = {}
-    if not isinstance(requested, str):
-        found = {pattern: [] for pattern in [*requested, THE_REST]}
-    for parameter in flat.parameters:
-        name = names[id(parameter)]
-        if isinstance(requested, str):
+        if by_module:
             key = _module_of(name)
         else:
-            key = next((each for each in requested if re.search(each, name)), THE_REST)
-        found.setdefault(key, []).append(parameter)
-    if not found.get(THE_REST, [None]):
-        del found[THE_REST]
-    for pattern, parameters in found.items():
+            key = next((each for each in found if re.search(each, name)), THE_REST)
+        found.setdefault(key, []).append(segment.parameter)
+    for key, parameters in found.items():
         if not parameters:
             raise ValueError(
-                f"no parameter for the fragment {pattern!r}\n\nhint: a parameter is in the "
-                "fragment of the first expression that is found in its name; the names are "
-                f"{', '.join(names[id(each)] for each in flat.parameters)}"
+                f"no parameter for the fragment {key!r}\n\nhint: a parameter is in the fragment of "
+                "the first expression that is found in its name; the names are "
+                f"{', '.join(names.values())}"
             )
-    return found
-
-
-def _are_expressions(requested: object) -> bool:
-    """Whether a value is a list of at least one valid regular expression."""
-    if isinstance(requested, str) or not isinstance(requested, Sequence) or not requested:
-        return False
-    try:
-        return all(re.compile(each) for each in requested)
-    except (re.error, TypeError):
-        return False
+    return list(found.values())
 
 
 def _module_of(name: str) -> str:

@@ -36,10 +36,7 @@ class Elapsed(NamedTuple):
 
 
 def median(measured: Sequence[Elapsed]) -> Elapsed:
-    """Return the medians; for an even number of values, the lower middle ones.
-
-    The lower value is chosen because a first measurement may include compilation of kernels.
-    """
+    """Return the medians, the lower ones because a first measurement may include compilation."""
     return Elapsed(*map(statistics.median_low, zip(*measured, strict=True)))
 
 
@@ -65,9 +62,6 @@ class SyncInterval:
             `MAX_CPU_SHARE` to their CPU time.
         share: the largest fraction of the wall time of H steps that their exchanges may take.
         clocks: the clocks that measure steps and exchanges.
-        num_exchanges: the number of exchanges in H steps.
-        least: the lower limit of a measured H.
-        counts_cpu_time: whether CPU time limits H; False if the steps run on a GPU.
     """
 
     state_prefix = "interval"
@@ -75,23 +69,18 @@ class SyncInterval:
     """H as measured, equal on all ranks; 0 if it is not measured yet"""
     steps_per_exchange: int
     """the number of steps whose time, multiplied by `share`, covers one exchange, as measured"""
+    num_exchanges = 1
+    """the number of exchanges in H steps"""
+    least = 1
+    """the lower limit of a measured H"""
+    counts_cpu_time = True
+    """whether CPU time limits H; False if the steps run on a GPU"""
 
-    def __init__(
-        self,
-        requested: int | str,
-        share: float,
-        clocks: Clocks,
-        *,
-        num_exchanges: int = 1,
-        least: int = 1,
-        counts_cpu_time: bool = True,
-    ) -> None:
+    def __init__(self, requested: int | str, share: float, clocks: Clocks) -> None:
         if requested != "auto":
             check_count("local_steps", requested, 1)
         self.requested, self.share, self.clocks = requested, share, clocks
-        self.num_exchanges, self.least = num_exchanges, least
-        self.counts_cpu_time = counts_cpu_time
-        self.measured, self.steps_per_exchange = 0, 1
+        self.measured = 0
         self._num_steps, self._step_began = 0, Elapsed()
         self._step_times: list[Elapsed] = []
         self._exchange_times: list[Elapsed] = []

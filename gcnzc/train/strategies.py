@@ -261,7 +261,6 @@ def _fedglomo(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOpt
 def _streaming_diloco(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
     if setup.config.local_steps == "auto":
         arguments.setdefault("delay", "auto")
-    arguments["named_parameters"] = setup.model.named_parameters()
     return _with_local_steps(StreamingDiLoCo)(setup, arguments)
 
 

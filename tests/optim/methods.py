@@ -209,10 +209,10 @@ METHODS = {
         grace=math.inf,
         control_interval=2,
         limit={},
-        signals=(7, 9, 11),
+        signals=(7, 11),
     ),
     "diloco quorum": local(
-        quorum_of_all, control_interval=2, limit=PLAIN, is_in_sync=True, signals=(7, 9, 11)
+        quorum_of_all, control_interval=2, limit=PLAIN, is_in_sync=True, signals=(7, 11)
     ),
     # local steps of SGD without momentum, with a closure
     "fedglomo": local(

@@ -92,7 +92,7 @@ REFUSED = {
         "outer_lr": [-1.0],
     },
     (A2CiD2, 3): {
-        "topology": ["star", [(0, 1)], [(0, 1), (1, 3)], [(0, 1, 2)], 5],
+        "topology": ["star", [(0, 1)], [(0, 1), (1, 3)]],
         "gossip_rate": [0],
         "eta": [-1.0],
         "control_interval": [0],

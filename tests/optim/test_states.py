@@ -351,7 +351,7 @@ def damages_of(path, value):
 
 def absences_of(name, path, value):
     """Whether a value must be there: not each method has all vectors at all times."""
-    if path[-1] in OPTIONAL or name in ("a2cid2", "fedglomo"):
+    if path[-1] in OPTIONAL or name == "fedglomo":
         return
     yield None
     is_number = path[0] == "shared" and not isinstance(value, torch.Tensor)
