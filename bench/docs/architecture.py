@@ -6,6 +6,7 @@ The tables have the first paragraphs of the modules' docstrings.
 """
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +59,7 @@ def tables() -> str:
     return "\n" + "\n".join(parts) + "\n"
 
 
+@cache
 def summary_of(path: Path) -> str:
     """Return the first paragraph of a module's docstring on one line."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""

@@ -41,8 +41,3 @@ def test_every_image_is_connected_to_its_nearest_images(graph, edges):
 def test_every_pair_is_stored_once(graph, edges):
     assert edges.shape[1] == graph.num_edges == np.unique(edges, axis=1).shape[1]
     assert (edges[0] < edges[1]).all()
-
-
-def test_neighbours_mostly_have_the_same_label(graph, edges):
-    labels = graph.labels()[edges]
-    assert (labels[0] == labels[1]).mean() > 0.95

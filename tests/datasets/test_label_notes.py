@@ -1,12 +1,9 @@
 """Labels that are missing, and gaps in the class numbers."""
 
-import re
-
 import numpy as np
-import pytest
 
 import gcnzc
-from gcnzc.datasets.source import describe_gap, describe_missing
+from gcnzc.datasets.source import describe_missing
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.progress import NullReporter
@@ -19,31 +16,6 @@ class Listener(NullReporter):
 
     def say(self, text):
         self.said.append(text)
-
-
-@pytest.mark.parametrize(
-    ("classes", "expected"),
-    [
-        # the usual labels for none
-        ([*range(10), 255], "11 different classes, and none from 10 to 254, but the model predi"),
-        ([*range(40), 255], "41 different classes, and none from 40 to 254"),
-        ([*range(150), 255], "151 different classes, and none from 150 to 254"),
-        ([*range(19), 254, 255], "if 254 means no label"),
-        ([0, 1, 999], "1,000; if 999 means no label, .* missing = \\[999\\]; otherwise number"),
-        ([2013, 2014, 2020], r"3 different .* 0 to 2012, .* predicts 2,021; number the .* from 0$"),
-        (range(0, 1000, 11), "91 different classes, but the model predicts 991; if 990 means"),
-        # a part of the classes of a graph
-        (range(0, 349, 4), ""),
-        ([0, 1, 5, 9], ""),
-        (range(47), ""),
-        ([-1], ""),
-    ],
-)
-def test_gaps_in_the_class_numbers(classes, expected):
-    labels = np.repeat(np.array([-1, *classes]), 2)
-    found = describe_gap(labels)
-    assert bool(found) == bool(expected)
-    assert re.search(expected, found)
 
 
 def test_missing_labels_are_counted():

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_runs import failed
 from fake_driver import FakePeers
 
 import gcnzc
@@ -91,27 +90,6 @@ def test_predicted_hit_rates_agree_with_measured_ones_on_generated_graphs(
     kind, fanouts, batch_size, graphs
 ):
     check_prediction(*graphs(kind), fanouts, batch_size)
-
-
-def test_many_minibatches_rank_better_than_degrees():
-    # nodes 0 to 9 have many in-edges, but it is from 90 to 99 that all edges come
-    ends = torch.cartesian_prod(torch.arange(90, 100), torch.arange(100))
-    graph = Graph.from_edges(ends[:, 0], ends[:, 1], 100)
-    more = torch.cartesian_prod(torch.arange(10, 90), torch.arange(10))
-    graph = Graph.from_edges(
-        torch.cat([ends[:, 0], more[:, 0]]), torch.cat([ends[:, 1], more[:, 1]]), 100
-    )
-    seeds = torch.arange(20, 60)
-    counted = presampling.presample(graph, seeds, [10], batch_size=4, batches=40)
-    assert sorted(access_counts.rank_by_score(counted.scores)[:10].tolist()) == list(range(90, 100))
-    assert sorted(access_counts.rank_by_score(graph.in_degrees())[:10].tolist()) == list(range(10))
-    # four seeds and ten neighbours
-    assert counted.nodes_per_batch == 14
-    assert counted.hit_rates([10]) == [10 / 14]
-    # seeds are in one minibatch of ten
-    assert counted.scores[90:] == pytest.approx(1.0, abs=0.02)
-    assert counted.scores[seeds] == pytest.approx(0.1, abs=0.02)
-    assert counted.scores[:10].max() < 0.01
 
 
 def test_presampling_depends_only_on_the_seed(small):
@@ -483,16 +461,3 @@ def test_the_counters_of_a_resumed_epoch_continue():
     other.load_state_dict(state)
     other.hits += 2
     assert other.state_dict()["hits"] == 7
-
-
-@pytest.mark.parametrize(
-    ("words", "error", "hint"),
-    [
-        (["train", "--cache-size", "20"], "--cache-size must be a fraction of the rows", "2GB"),
-        (["train", "--features", "cashed"], "cashed", "gcnzc train --help"),
-    ],
-)
-def test_invalid_options_are_rejected(words, error, hint, capsys):
-    found = failed(capsys, words, 2)
-    assert error in found[0]
-    assert hint in found[1]

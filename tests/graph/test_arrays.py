@@ -8,9 +8,6 @@ import torch
 from scipy import sparse
 
 import gcnzc
-from gcnzc.datasets.names import NamesFolder, read_names
-from gcnzc.datasets.store import read_meta
-from gcnzc.graph.load import verify
 from gcnzc.interop.dgl import import_dgl
 from gcnzc.interop.pyg.importing import import_pyg
 
@@ -22,10 +19,6 @@ LABELS = RANDOM.integers(0, 3, N)
 SPLITS = {"train": np.arange(30), "valid": np.arange(30, 45), "test": np.arange(45, 60)}
 MASKS = {part: np.isin(np.arange(N), ids) for part, ids in SPLITS.items()}
 WORDS = np.array(["train"] * 30 + ["val"] * 15 + ["test"] * 15)
-
-
-def names_in(folder):
-    return read_names(NamesFolder.find(folder, read_meta(folder)["files"]))
 
 
 @pytest.fixture(scope="module")
@@ -113,28 +106,6 @@ def test_arrays_and_objects_give_the_same_folder_as_an_archive(case, expected, t
 def test_features_labels_and_masks_of_pyg_and_dgl_objects_are_used(make, expected, tmp_path):
     gcnzc.prepare(make(), tmp_path / "data", bidirected=True)
     check_equal(gcnzc.load(tmp_path / "data"), expected)
-
-
-def one_way(make):
-    """A graph whose edges all lead from the lower to the higher id."""
-    data = make()
-    ends = np.sort(EDGES, axis=0)
-    if make is as_pyg:
-        data.edge_index = torch.from_numpy(ends)
-        return data
-    if make is as_dgl:
-        graph = import_dgl().graph(tuple(torch.from_numpy(ends)), num_nodes=N)
-        graph.ndata.update(data.ndata)
-        return graph
-    data.add_nodes_from(range(N))
-    data.add_edges_from(ends.T.tolist())
-    return data
-
-
-@pytest.mark.parametrize("make", [as_pyg, as_dgl, networkx.MultiDiGraph])
-def test_the_edges_of_a_directed_graph_get_no_reverse_even_if_all_lead_up(make, tmp_path):
-    gcnzc.prepare(tmp_path / "data", edges=one_way(make), **GIVEN)
-    assert gcnzc.load(tmp_path / "data").graph.num_edges == EDGES.shape[1]
 
 
 def test_the_order_of_numbered_networkx_nodes_is_not_guessed(tmp_path):
@@ -259,16 +230,6 @@ def test_invalid_combinations_of_arguments_are_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"split is 'random', but a graph .*\n\nhint: splits="):
         gcnzc.prepare(tmp_path / "data", edges=EDGES, **GIVEN, split="random")
     assert not (tmp_path / "data").exists()
-
-
-def test_names_of_networkx_nodes_are_saved(tmp_path):
-    graph = networkx.Graph([("a,b", 7), (7, "c")])
-    gcnzc.prepare(graph, tmp_path / "data", features=np.eye(3))
-    assert names_in(tmp_path / "data").nodes.tolist() == ["a,b", "7", "c"]
-    # and remain when the folder is prepared again
-    gcnzc.prepare(tmp_path / "data", tmp_path / "again", feature_dtype="float16")
-    assert names_in(tmp_path / "again").nodes.tolist() == ["a,b", "7", "c"]
-    verify(tmp_path / "again")
 
 
 def write_pyg(path, extra=None, slices=None, **changed):

@@ -58,15 +58,6 @@ def test_equals_scipys_csc():
     np.testing.assert_array_equal(graph.indices, expected.indices)
 
 
-def test_bidirected_without_duplicates_is_symmetric_and_coalesced():
-    # as torch_geometric.utils.to_undirected promises
-    graph = Graph.from_edges(SRC, DST, NUM_NODES, bidirected=True, duplicates="remove")
-    src, dst = (ends.numpy() for ends in graph.edges())
-    assert set(zip(src, dst, strict=True)) == set(zip(dst, src, strict=True))
-    keys = dst.astype(np.int64) * NUM_NODES + src
-    assert (np.diff(keys) > 0).all()
-
-
 def memory_mapped(path, array):
     np.save(path, array)
     return np.load(path, mmap_mode="r")
@@ -199,11 +190,3 @@ def test_from_pyg_rejects_data_of_several_types():
     with pytest.raises(ValueError, match=r"node types \['a', 'b'\](.|\n)*hint: ") as error:
         Graph.from_pyg(data)
     assert "to_homogeneous" not in str(error.value)
-
-
-@pytest.mark.parametrize("choices", CHOICES, ids=str)
-def test_from_csr_supports_every_option(choices):
-    rows = scipy.sparse.csr_array((np.ones(4000), (SRC, DST)), (NUM_NODES, NUM_NODES))
-    src = np.repeat(np.arange(NUM_NODES), np.diff(rows.indptr))
-    graph = Graph.from_csr(rows.indptr, rows.indices, **choices)
-    assert columns(graph) == expected_columns(src, rows.indices, NUM_NODES, **choices)

@@ -84,26 +84,6 @@ def test_time_zones_are_converted_to_utc(zone):
     assert seen(graph_of(np.array(DATES, "M8[D]")), one) == [1, 2]
 
 
-MIXED = {
-    "node": ({"time": [20240101, 20240102]}, np.array(DATES[:2], "M8[D]")),
-    "edge": ({"time": pd.to_datetime(DATES[:2])}, [20240101, 20240102]),
-    "float": ({"time": np.array([1.0, 2.0])}, pd.Series(pd.to_datetime(DATES[:2]))),
-}
-
-
-@pytest.mark.parametrize("kind", MIXED)
-def test_integers_and_dates_are_not_mixed_unless_the_unit_is_given(kind):
-    nodes, times = MIXED[kind]
-    edges = {("item", "of", "user"): {"edge_index": np.array([[0, 1], [0, 0]]), "time": times}}
-    with pytest.raises(ValueError, match=r"are dates, but those of (?s:.*)hint: .*time_unit") as e:
-        HeteroGraph.from_arrays({"user": 1, "item": nodes}, edges)
-    wrong = str(e.value).partition("\n\n")[0]
-    assert "node type 'item'" in wrong
-    assert "edge type ('item', 'of', 'user')" in wrong
-    graph = HeteroGraph.from_arrays({"user": 1, "item": nodes}, edges, time_unit="s")
-    assert graph.time_unit == "s"
-
-
 def test_wrong_units_and_missing_dates_are_rejected_with_a_message_that_names_them(tmp_path):
     with pytest.raises(ValueError, match="time_unit is 'days'"):
         graph_of([1, 2, 3], time_unit="days")
@@ -139,13 +119,3 @@ def test_an_integer_that_could_be_a_date_is_no_time(unit):
         assert parse_times([text], None)[0].tolist() == [int(text)]
         assert parse_times([text], None)[1] is None
         assert parse_times([f"{text}{unit}"], None)[1] == 0
-
-
-def test_integers_that_are_no_dates_are_times():
-    texts = ["18991231", "21010101", "20241301", "20230229", "2024030", "202403011", "-20240301"]
-    times, wrong = parse_times([*texts, "020240301", "0", "12s"], "s")
-    assert wrong is None
-    assert times.tolist() == [*map(int, texts), 20240301, 0, 12]
-    for text in ("20240301ms", "20240301 s", "s", "ss", "12ss", "2024-03-01s"):
-        assert parse_times([text], "s")[1] == 0, text
-        assert "is not a time" in str(describe_wrong_time(text, text, "s"))

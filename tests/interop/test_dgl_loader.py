@@ -171,33 +171,6 @@ def test_a_subgraph_of_another_graph_can_be_loaded(graph):
         assert torch.equal(blocks[0].edata["weight"], part.edata["weight"][edges])
 
 
-@pytest.mark.parametrize("sampler_library", ["gcnzc", "dgl"])
-def test_data_may_be_read_while_minibatches_are_prefetched(graph, sampler_library, monkeypatch):
-    part = dgl.node_subgraph(graph, torch.arange(50, NODES))
-    part = dgl.node_subgraph(part, torch.arange(10, NODES - 50))
-    usual = dgl.frame._LazyIndex.slice
-    reads = []
-
-    def interrupted(index, rows):
-        # what another thread may do just then: DGL puts rows in the place of rows and their numbers
-        for frame in (*part._node_frames, *part._edge_frames):
-            reads.extend(each.data for each in frame._columns.values() if each.index is index)
-        return usual(index, rows)
-
-    monkeypatch.setattr(dgl.frame._LazyIndex, "slice", interrupted)
-    loader = DataLoader(
-        part,
-        torch.arange(40),
-        loading.NeighborSampler([3, 3]),
-        batch_size=20,
-        sampler_library=sampler_library,
-    )
-    for _, _, blocks in loader:
-        edges = blocks[0].edata[dgl.EID]
-        assert torch.equal(blocks[0].edata["weight"], part.edata["weight"][edges])
-    assert reads
-
-
 def test_data_that_requires_a_gradient_is_gathered_with_it():
     graph = make_graph()
     learned = torch.randn(NODES, 2, requires_grad=True)

@@ -1,7 +1,6 @@
 """Each iteration is an epoch of its own; seeds come from torch; attributes may be on a GPU."""
 
 import importlib.util
-from itertools import islice
 
 import pytest
 import torch
@@ -49,20 +48,6 @@ def test_loaders_are_instances_of_torchs_and_pygs_classes():
     assert isinstance(link, pyg.loader.LinkNeighborLoader)
     dgl = pytest.importorskip("gcnzc.interop.dgl")
     assert issubclass(dgl.DataLoader, torch.utils.data.DataLoader)
-
-
-def test_an_iteration_that_is_stopped_early_is_resumed_from_a_state_only():
-    first, second, third = epochs_of(make(seed=1), 3)
-    loader = make(seed=1)
-    going_on = iter(loader)
-    next(going_on)
-    for _ in islice(loader, 2):
-        pass
-    resumed = make(seed=1)
-    resumed.load_state_dict(loader.state_dict())
-    assert epochs_of(resumed, 2) == [first[1:], second[2:]]
-    assert [drawn(batch) for batch in going_on] == first[1:]
-    assert epochs_of(loader, 1) == [third]
 
 
 def node_epoch(loader):
@@ -146,23 +131,3 @@ def test_a_given_sampler_orders_the_items():
     resumed = NeighborLoader(make_data(), [2], batch_sampler=groups)
     resumed.load_state_dict(state)
     assert [batch.input_id.tolist() for batch in resumed] == groups[1:]
-
-
-def test_torchs_dataloader_can_use_collate_fn_of_our_loader():
-    # as Accelerate does, which replaces the loader but keeps what it is made of
-    ours = make(seed=1)
-    torchs = torch.utils.data.DataLoader(
-        ours.dataset, batch_sampler=ours.batch_sampler, collate_fn=ours.collate_fn
-    )
-    epochs = epochs_of(torchs, 2)
-    for epoch in epochs:
-        assert sorted(item for items, _ in epoch for item in items) == list(range(ITEMS))
-    assert epochs[0] != epochs[1]
-    # neighbours differ as well where nobody counts epochs, as in workers that persist
-    fixed = [list(range(k, k + 5)) for k in range(0, ITEMS, 5)]
-    assert ours.collate_fn([1, 2]).n_id.tolist() == ours.collate_fn([1, 2]).n_id.tolist()
-    assert any(
-        ours.collate_fn(items).edge_index.tolist()
-        != ours.collate_fn(items[::-1]).edge_index.tolist()
-        for items in fixed
-    )

@@ -123,42 +123,6 @@ def test_threads_share_a_pool():
     assert 0 < pool.idle_bytes <= 4 * 106 * 300 * 4
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_a_loop_that_frees_what_it_allocates_allocates_no_new_memory(depth):
-    """Batches of several arrays whose sizes vary, of which `depth` live at a time."""
-    made = []
-
-    def counted(num_bytes):
-        made.append(num_bytes)
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    pool = Pool(counted)
-    held = []
-    for turn in range(60):
-        rows = 1000 + turn * 7 % 40
-        held.append([pool.empty((rows, columns)) for columns in (20, 33, 100)])
-        if len(held) > depth:
-            held.pop(0)
-        if turn == 10:
-            made.clear()
-    assert not made
-
-
-def test_memory_in_use_and_idle_is_at_most_the_peak_in_use():
-    pool = Pool()
-    small = pool.empty(BIG)
-    del small
-    assert pool.idle_bytes > 0
-    large = pool.empty((3 * BIG[0], BIG[1]))
-    assert pool.idle_bytes == 0
-    beside = pool.empty(BIG)
-    del large
-    assert pool.idle_bytes > 0
-    again = pool.empty((3 * BIG[0], BIG[1]))
-    del beside
-    assert 0 < pool.idle_bytes < again.nbytes
-
-
 def test_memory_can_be_freed_while_the_pool_is_locked():
     # what a garbage collection inside the pool does: the last reader dies under the lock
     pool = Pool()
@@ -188,14 +152,3 @@ def test_reused_memory_has_the_events_of_its_last_use():
         assert tensor.data_ptr() == address
         assert list(before) == expected
         del tensor
-
-
-def test_events_are_passed_on_even_if_the_pool_is_deleted_first():
-    ended = []
-    pool = Pool(small_bytes=0, on_release=ended.extend)
-    idle, lent = (pool.allocate(10, torch.uint8, lambda n=n: [n])[0] for n in ("idle", "lent"))
-    del idle
-    del pool
-    assert ended == ["idle"]
-    del lent
-    assert ended == ["idle", "lent"]

@@ -2,31 +2,12 @@
 
 import pytest
 import torch
-from by_hand import MODELS, made, random_graph
+from by_hand import made, random_graph
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
-from gcnzc.models.layers import Layer
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train.inference import inference
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "gatv2"])
-def test_the_order_of_projection_and_sum_does_not_matter(name, monkeypatch):
-    graph = random_graph()
-    model = made(name, 6, 4, 3)
-    batch = Sampler(graph, [4, 3, 2]).sample(torch.tensor([3, 50, 59]), epoch=0)
-    x = torch.randn(len(batch.nodes), 6).double()
-    results = []
-    for first in (False, True):
-        monkeypatch.setattr(Layer, "should_project_first", lambda *_, first=first: first)
-        model.zero_grad()
-        rows = x.clone().requires_grad_()
-        out = model.eval()(batch.blocks, rows)
-        out.square().sum().backward()
-        results.append([out, rows.grad, *(p.grad for p in model.parameters())])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def test_gcn_scales_sampled_sums_to_all_neighbours():

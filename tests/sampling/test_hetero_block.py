@@ -77,27 +77,6 @@ def test_other_subgraphs_have_all_edges_in_each_block_but_the_last(kind):
         assert blocks[1].num_src == blocks[0].num_dst == blocks[2].num_src
 
 
-def test_pairs_are_those_of_the_source_and_the_edge_type():
-    for seed in range(8):
-        graph = random_graph(seed)
-        seeds, _ = random_seeds(graph, seed)
-        block = build_hetero_blocks(HeteroSampler(graph, [3]).sample(seeds, epoch=0))[0]
-        metadata, expected = block.metadata, []
-        # the pairs of all sources, in order
-        names = [
-            (row, r)
-            for t, out in enumerate(metadata.edge_types_out)
-            for row in range(block.row_offsets[t], block.row_offsets[t + 1])
-            for r in out
-        ]
-        for t, relations in enumerate(metadata.edge_types_in):
-            for column in range(block.column_offsets[t], block.column_offsets[t + 1]):
-                r = relations[(column - block.column_offsets[t]) % len(relations)]
-                begin, end = block.indptr[column : column + 2].tolist()
-                expected += [(row, r) for row in block.indices[begin:end].tolist()]
-        assert [names[pair] for pair in block.pairs.tolist()] == expected
-
-
 def test_destination_offsets_cover_all_edge_types():
     graph = random_graph(3)
     (block,) = build_full_hetero_blocks(graph, 1)

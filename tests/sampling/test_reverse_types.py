@@ -89,47 +89,6 @@ def test_a_name_without_reverses_causes_a_warning():
         assert HeteroLinkSampler(sampler, BUYS, reverse_types=[]).reverse_types == []
 
 
-@pytest.mark.parametrize(("share", "more"), [(0.2, 0), (0.7, 0), (0.85, 0), (1.0, 300), (0.5, 500)])
-def test_many_reverses_in_a_type_of_another_name_cause_a_warning(share, more):
-    graph = graph_of(mixed(share, more), "bought_by")
-    with pytest.warns(
-        UserWarning, match=r"'bought_by'.*is not treated as a reverse type"
-    ) as caught:
-        assert found(graph) == []
-    (message,) = (str(each.message) for each in caught)
-    own = set(map(tuple, pairs_of().T.tolist()))
-    common = len(own & set(map(tuple, mixed(share, more)[::-1].T.tolist())))
-    assert message.startswith(f"{common} of 300 pairs of nodes of {BUYS} have a reverse edge")
-    assert "\n\nhint: reverse_types=[('item', 'bought_by', 'user')] (gcnzc train: " in message
-    assert "--reverse-types item,bought_by,user)" in message
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sampler = HeteroSampler(graph, [2])
-        for given in ([], ["bought_by"]):
-            HeteroLinkSampler(sampler, BUYS, reverse_types=given)
-
-
-@pytest.mark.parametrize("exponent", [0.0, 1.0, 2.0])
-@pytest.mark.parametrize("sizes", [(5, 4, 10, 10), (30, 20, 300, 300), (100, 50, 500, 4000)])
-def test_random_edges_cause_no_warning(sizes, exponent):
-    """Popular items and active users have many common pairs by chance."""
-    users, items, *counts = sizes
-
-    def draw(random, nodes, count):
-        weights = np.arange(1, nodes + 1) ** -exponent
-        return random.choice(nodes, count, p=weights / weights.sum())
-
-    for seed in range(4):
-        random = np.random.default_rng(seed)
-        first, second = (
-            np.stack([draw(random, users, count), draw(random, items, count)]) for count in counts
-        )
-        edges = {BUYS: first, ("item", "shown_to", "user"): second[::-1]}
-        graph = HeteroGraph.from_arrays({"user": users, "item": items}, edges)
-        found(graph)
-        found(graph, "shown_to")
-
-
 @pytest.mark.parametrize("kind", ["missing", "more"])
 def test_existing_reverses_are_excluded_and_held_out(kind):
     reverse = mixed(0.6) if kind == "missing" else mixed(1.0, 200)

@@ -53,20 +53,6 @@ def test_a_full_disk_is_named_with_what_helps(number, tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_an_error_keeps_the_previous_file(tmp_path):
-    path = tmp_path / "a"
-    write_text(path, "old")
-
-    def fail(partial):
-        partial.write_text("ne")
-        raise RuntimeError("half")
-
-    with pytest.raises(RuntimeError, match="half"), replacing(path) as partial:
-        fail(partial)
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_a_lock_is_held_until_the_file_is_closed(tmp_path):
     path = tmp_path / "lock"
     with locked_file(path), path.open() as other:

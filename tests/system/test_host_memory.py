@@ -46,23 +46,6 @@ def test_lines_of_proc_maps_are_parsed(tmp_path):
     assert mappings(0x7FFC0000, 1, tmp_path / "maps")[0].path == "[stack]"
 
 
-@pytest.mark.parametrize(("mode", "writable"), [("r", False), ("r+", True), ("c", True)])
-def test_a_mapped_file_is_found(file_on_disk, mode, writable):
-    array = np.load(file_on_disk, mmap_mode=mode)
-    found = mappings(array.ctypes.data, array.nbytes)
-    assert [part.writable for part in found] == [writable]
-    assert found[0].path == str(file_on_disk)
-
-
-def test_file_systems_in_memory_count_as_memory(tmp_path):
-    (tmp_path / "mountinfo").write_text(
-        "25 24 0:27 / /dev/shm rw,relatime shared:3 - tmpfs tmpfs rw\n"
-        "26 1 254:0 / / rw,relatime - ext4 /dev/root rw\n"
-        "27 1 0:300 / /mnt/a\\040folder rw - hugetlbfs none rw\n"
-    )
-    assert module._memory_devices(tmp_path / "mountinfo") == {"00:1b", "00:12c"}
-
-
 def test_a_file_on_a_disk_is_recognized(monkeypatch):
     monkeypatch.setattr(module, "_memory_devices", lambda: frozenset({"00:1b"}))
     assert Mapping(0, 1, True, "fe:00", "/data/features.npy").is_file

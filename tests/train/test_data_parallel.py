@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -248,13 +249,14 @@ def test_a_run_resumes_bit_for_bit_and_with_another_number_of_workers(config, tm
     whole = tmp_path / "whole"
     (expected_result, _) = results(2, tmp_path, train_as_worker, config, whole)
     assert expected_result["bytes_sent"] == sum(map(sum, sent(whole)))
+    stopped = results(2, tmp_path, train_as_worker, config, tmp_path / "cut", 7)
+    assert stopped[0] == stopped[1] == "stopped in epoch 1; all files are saved"
+    state = saved(tmp_path / "cut")
+    assert state["in_epoch"]
+    # the first of them asked in its seventh step, and both stopped after it
+    assert state["loader"]["position"] == 7
+    shutil.copytree(tmp_path / "cut", tmp_path / "other")
     for folder, after in ((tmp_path / "cut", 2), (tmp_path / "other", 3)):
-        stopped = results(2, tmp_path, train_as_worker, config, folder, 7)
-        assert stopped[0] == stopped[1] == "stopped in epoch 1; all files are saved"
-        state = saved(folder)
-        assert state["in_epoch"]
-        # the first of them asked in its seventh step, and both stopped after it
-        assert state["loader"]["position"] == 7
         more = replace(config, resume=folder)
         found = results(after, tmp_path, train_as_worker, more, folder)
         assert found[0]["workers"] == after

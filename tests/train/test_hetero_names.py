@@ -9,7 +9,6 @@ import pytest
 
 import gcnzc
 from gcnzc._files import checksum
-from gcnzc.cli import main
 from gcnzc.datasets.store import checksum_of
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.graph.hetero.tables import Table
@@ -137,24 +136,6 @@ def test_predictions_have_keys_and_names(run, folder):
     assert accuracy == pytest.approx(evaluate(EvaluateConfig(run=run))["test_accuracy"])
     assert embed_nodes(run).nodes.tolist() == EMAILS.tolist()
     assert embed_nodes(run, node_type="order").nodes.tolist() == list(range(400))
-
-
-@pytest.mark.parametrize("suffix", ["csv", "csv.gz", "parquet", "npy"])
-def test_files_of_predictions_have_keys_and_names(suffix, run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    pd.DataFrame({"node": EMAILS[[9, 4]]}).to_csv("nodes.csv", index=False)
-    words = ["--nodes", "nodes.csv", "--probabilities", "--out", f"x.{suffix}"]
-    assert main(["predict", str(run), *words]) == 0
-    expected = predict(run, nodes=EMAILS[[9, 4]])
-    if suffix == "npy":
-        table = np.load("x.npy")
-        assert table.dtype.names == ("node", "class", "probability")
-    else:
-        read = pd.read_parquet if suffix == "parquet" else pd.read_csv
-        table = read(f"x.{suffix}", **({} if suffix == "parquet" else {"dtype": {"class": str}}))
-        assert list(table.columns) == ["node", "class", *(f"p_{name}" for name in LEVELS)]
-    assert list(table["node"]) == EMAILS[[9, 4]].tolist()
-    assert list(table["class"]) == expected.classes.tolist()
 
 
 def test_a_graph_with_other_names_of_classes_is_rejected(run, tmp_path):

@@ -4,7 +4,6 @@ import json
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from fake_driver import FakeDriver, FakeGpu
@@ -122,18 +121,6 @@ def test_the_bus_is_measured_with_a_driver_that_locks_little_at_a_time(machine, 
     assert sum(num_bytes for _, num_bytes in gpu.copied) == (pcie_bench.ROUNDS + 1) * (1 << 17)
 
 
-def test_a_pointer_chase_reads_no_line_twice(machine):
-    with pcie_bench._page_locked(1 << 18) as memory:
-        pcie_bench.measure_bus(machine.gpu, memory)
-    assert len(machine.chased) == pcie_bench.ROUNDS
-    places = [place for seen in machine.chased for place in seen]
-    assert len(places) > 1000
-    assert len({place // 16 for place in places}) == len(places)
-    # a jump is no step to the next line, which something may fetch ahead
-    jumps = np.diff(machine.chased[0])
-    assert np.mean(np.abs(jumps) > 16) > 0.9
-
-
 def test_the_gather_of_a_table_is_measured(machine):
     shape = Shape("x", 10, 25, "float32", 104, 20)
     with pcie_bench._page_locked(1 << 18) as memory:
@@ -163,23 +150,6 @@ def test_memory_too_small_for_a_row_is_rejected(machine):
         pytest.raises(ValueError, match=r"(?s)1024 bytes of memory.*hint: increase --megabytes"),
     ):
         pcie_bench.measure_gather(machine.gpu, memory, REDDIT)
-
-
-def test_a_report_has_predictions_and_measurements(machine):
-    found = pcie_bench.report(REDDIT, machine.gpu, num_bytes=1 << 17)
-    assert json.loads(json.dumps(found)) == found
-    table = found["table"]
-    assert table["payload_bytes_per_s"] == pytest.approx(0.8e9)
-    assert table["share_of_dense"] == pytest.approx(0.8)
-    assert table["share_of_copy"] == pytest.approx(0.8e9 / found["link"]["copy_bytes_per_s"])
-    # headers count
-    assert table["share_of_link"] == pytest.approx(0.8e9 / 2e9 / table["efficiency"])
-    bus, _, predicted, measured, pitch = format_report(found)
-    assert "PCIe 5 with 16 lanes carries 2.0 GB/s" in bus
-    assert "a load takes 2.00 us, so 16 requests" in bus
-    assert "19.75 requests per row" in predicted
-    assert "0.80 GB/s of rows, 80.0% of the dense read" in measured
-    assert pitch.endswith("with a pitch of 2408 B: " + table["why"])
 
 
 def test_without_a_table_only_the_bus_is_measured(machine):
@@ -368,12 +338,6 @@ def test_the_pcie_slot_of_a_device_is_read(uuid, monkeypatch):
 def test_rows_of_a_raw_folder_are_contiguous(tmp_path):
     raw = tiny(num_columns=30).write(tmp_path / "raw")
     assert pcie_bench.shape_of(raw) == Shape("raw", 40, 30, "float32", 120)
-
-
-def test_a_folder_without_features_is_rejected(tmp_path):
-    raw = tiny().but(features=None).write(tmp_path / "raw")
-    with pytest.raises(ValueError, match=r"(?s)no features.*hint: `gcnzc embed"):
-        pcie_bench.shape_of(raw)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")

@@ -161,21 +161,6 @@ def test_without_nvml_a_gpu_is_identified_by_its_uuid(monkeypatch, tmp_path):
     )
 
 
-def test_tables_of_other_lengths_share_all_settings_but_the_cache_size():
-    few, many, more = (aligned(num_rows=number) for number in (10, 20, 30))
-    profiles.save(made(many))
-    profiles.save(made(few))
-    found = [profiles.find(CPU, table) for table in (few, many, more)]
-    assert [one and one.rows for one in found] == [10, 20, 10]
-    assert [
-        one and one.cache_share(len(t)) for one, t in zip(found, (few, many, more), strict=True)
-    ] == [
-        0.4,
-        0.4,
-        None,
-    ]
-
-
 def test_the_number_of_profiles_is_bounded(monkeypatch):
     monkeypatch.setattr(profiles, "MAX_PROFILES", 3)
     for number in range(1, 6):
@@ -234,13 +219,6 @@ def test_a_damaged_or_foreign_file_is_ignored_and_replaced(text, cache):
     one = made()
     profiles.save(one)
     assert profiles.find(CPU, aligned(), told.append) == one
-    assert len(told) == 1
-
-
-def test_a_folder_that_cannot_be_read_has_no_profiles(cache):
-    (cache / "plans.json").mkdir(parents=True)
-    told = []
-    assert profiles.read(told.append) == []
     assert len(told) == 1
 
 

@@ -137,7 +137,7 @@ def test_seeds_drop_different_elements():
 
 
 def test_only_kept_elements_have_a_gradient():
-    x = torch.randn(50, 60, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(9, 60, dtype=torch.float64, requires_grad=True)
     out = dropout(x, 0.4, 9)
     out.sum().backward()
     torch.testing.assert_close(x.grad, torch.where(out == 0, 0.0, out / x).detach())

@@ -96,6 +96,6 @@ def test_attention_dropout_keeps_the_mean():
     exact = model.eval()(blocks, x)
     torch.manual_seed(0)
     model.train()
-    outs = torch.stack([model(blocks, x) for _ in range(2000)])
-    error = (outs.mean(0) - exact).abs() / (outs.std(0) / 2000**0.5 + 1e-9)
+    outs = torch.stack([model(blocks, x) for _ in range(500)])
+    error = (outs.mean(0) - exact).abs() / (outs.std(0) / 500**0.5 + 1e-9)
     assert error.max() < 6
