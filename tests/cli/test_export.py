@@ -53,7 +53,7 @@ def serve(graph, *words, data="g"):
     )
 
 
-@pytest.mark.parametrize("model", ["gcn", "gat"])
+@pytest.mark.parametrize("model", ["gcn", pytest.param("gat", marks=pytest.mark.slow)])
 def test_a_run_is_exported_and_described(model, graph, tmp_path, capsys):
     run = trained(graph, "--model", model)
     capsys.readouterr()
