@@ -3,11 +3,14 @@
 import difflib
 import importlib.util
 import os
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from limits import HANG_S
 
 from gcnzc.datasets import generate
@@ -37,7 +40,7 @@ def test_every_script_is_tested():
     assert found == {
         "read_npz",
         "serve_exported",
-        *("read_typed", "recommender", "relational"),
+        *("gasloc", "read_typed", "recommender", "relational"),
         *SCRIPTS,
         *TYPED,
         *(f"{script}_gcnzc" for script in (*SCRIPTS, *TYPED)),
@@ -119,3 +122,25 @@ def test_the_task_of_tables_is_better_than_counts():
     assert done.returncode == 0, done.stderr
     own, counts = (float(line.split()[-1]) for line in done.stdout.splitlines())
     assert own > counts + 0.03, done.stdout
+
+
+def test_gasloc_sends_less_than_diloco():
+    done = run("gasloc.py", "--ranks", "4", "--steps", "96")
+    assert done.returncode == 0, done.stderr
+    pattern = r"accuracy (\S+), 8 exchanges, (\S+) bytes sent, (\S+) s$"
+    lines = [re.search(pattern, line) for line in done.stdout.splitlines()]
+    figures = [[float(figure.replace(",", "")) for figure in line.groups()] for line in lines]
+    for diloco, gasloc in (figures[:2], figures[2:]):
+        assert gasloc[0] > max(0.9, diloco[0] - 0.03)
+        assert gasloc[1] < 0.8 * diloco[1]
+        assert gasloc[2] < diloco[2]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gasloc_is_diloco_if_all_ranks_have_the_same_minibatches(world_size):
+    example = runpy.run_path(str(EXAMPLES / "gasloc.py"))
+    own, its = (
+        example["simulate"](method, world_size, 36, same_data=True).results[0][2]
+        for method in (example["GASLoC"], example["DiLoCo"])
+    )
+    assert torch.allclose(own, its, rtol=0, atol=1e-5)
