@@ -272,7 +272,7 @@ def test_ranks_are_in_sync_after_exchanges_and_have_one_shared_state(name):
         assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("name", LOCAL_CASES)
+@pytest.mark.parametrize("name", [*LOCAL_CASES, "zero-one-adam local steps"])
 def test_the_mean_of_the_parameters_is_set_for_an_evaluation_and_by_finalize(name):
     models, optimizers = CASES[name].team(3)
     undisturbed, others = CASES[name].team(3)
@@ -291,8 +291,8 @@ def test_the_mean_of_the_parameters_is_set_for_an_evaluation_and_by_finalize(nam
     finalize(optimizers)
     assert all_equal(models)
     after = vector_of(models[0])
-    if not name.startswith(("co2", "streaming")):
-        # a delayed mean that is pending is applied before
+    if not name.startswith(("co2", "streaming", "zero-one")):
+        # a delayed mean that is pending is applied before, and 0/1 Adam compresses the last
         torch.testing.assert_close(after, mean)
     finalize(optimizers)
     assert torch.equal(vector_of(models[0]), after)
