@@ -16,7 +16,6 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from bench.docs.network_tables import default_lines
 from bench.docs.table import Line, newest, read
-from bench.docs.training_tables import LAYER_KINDS
 from gcnzc.features.pcie_traffic import HEADER_BYTES, traffic
 from gcnzc.kernels.gather.lanes import LAYOUTS
 
@@ -138,60 +137,6 @@ def loader() -> Figure:
     return figure
 
 
-def gather_cpu() -> Figure:
-    """Draw the bandwidth of gathers relative to a large copy, by row size."""
-    lines = [
-        line
-        for line in cases("gather_cpu", "way", "row_bytes", "table_pages")
-        if not line.way.startswith("copy") and "numpy" not in line.way and "fresh" not in line.way
-    ]
-    figure = new_figure("Gathers on the CPU: random rows", lines, 8, 4.2)
-    pages = distinct(lines, "table_pages")
-    for panel, size in zip(figure.subplots(1, len(pages), sharey=True), pages, strict=True):
-        for method in distinct(lines, "way"):
-            color = "C7" if "torch" in method else "C0" if "two" in method else "C1"
-            selected = select(lines, way=method, table_pages=size)
-            label = method.replace("gather,", "gcnzc,")
-            curve(panel, selected, "row_bytes", lambda x: x.share_of_copy, label=label, color=color)
-        panel.set_title(f"pages of {size}", fontsize="medium")
-        panel.set_xscale("log", base=2)
-        panel.set_xlabel("bytes per row")
-        panel.grid(alpha=0.3)
-    # after all lines are drawn, since the panels share the axis
-    figure.axes[0].set_ylim(bottom=0)
-    figure.axes[0].set_ylabel("bandwidth / bandwidth of a large copy")
-    legend(figure, 3, figure.axes[0])
-    return figure
-
-
-def aggregate_cpu() -> Figure:
-    """Draw the time of forward and backward of each aggregation, by the number of columns."""
-    lines = [
-        line for line in cases("aggregate_cpu", "what", "way", "columns") if "median_s" in line
-    ]
-    figure = new_figure("Aggregation on the CPU: forward and backward", lines, 8, 5)
-    kinds = distinct(lines, "what")
-    methods = sorted(distinct(lines, "way"), key=lambda name: "gcnzc" not in name)
-    width = 0.8 / len(methods)
-    columns = {kind: distinct(select(lines, what=kind), "columns") for kind in kinds}
-    counts = [len(each) for each in columns.values()]
-    panels = figure.subplots(1, len(kinds), sharey=True, width_ratios=counts, squeeze=False)[0]
-    for panel, kind in zip(panels, kinds, strict=True):
-        for number, method in enumerate(methods):
-            selected = select(lines, way=method, what=kind)
-            positions = [columns[kind].index(x.columns) + number * width for x in selected]
-            panel.bar(positions, [x.median_s * 1e3 for x in selected], width, color=f"C{number}")
-        ticks = [index + 0.4 - width / 2 for index in range(len(columns[kind]))]
-        panel.set_xticks(ticks, columns[kind])
-        panel.set_title(kind, fontsize="medium")
-        panel.set_xlabel("columns")
-        panel.set_yscale("log")
-    panels[0].set_ylabel("milliseconds")
-    colors = [panels[0].bar(0, 0, color=f"C{number}") for number in range(len(methods))]
-    figure.legend(colors, methods, loc="outside lower center", ncols=3, fontsize="small")
-    return figure
-
-
 def accuracy() -> Figure:
     """Draw the mean and standard deviation of test accuracies over runs, and the targets."""
     lines = cases("accuracy", "graph", "model", "sampler", has="test_percent")
@@ -210,32 +155,6 @@ def accuracy() -> Figure:
     axis.set_xlabel("test accuracy in percent (tolokers: ROC AUC in percent)")
     axis.grid(alpha=0.3)
     legend(figure, 3, fontsize="small")
-    return figure
-
-
-def depth() -> Figure:
-    """Draw accuracy and peak memory of each kind of layers, by the number of layers."""
-    lines = cases("depth", "kind", "layers")
-    title = "GCN on cora in full batch: mean and standard deviation, and peak memory"
-    figure = new_figure(title, lines, 8, 4)
-    accuracy, memory = figure.subplots(1, 2)
-    for kind, label in LAYER_KINDS.items():
-        selected = sorted(select(lines, kind=kind), key=lambda line: line.layers)
-        layers = [line.layers for line in selected]
-        means, widths = ([x[f"{key}_percent"] for x in selected] for key in ("test", "spread"))
-        accuracy.errorbar(layers, means, yerr=widths, marker=".", label=label.replace("`", ""))
-        curve(memory, selected, "layers", lambda x: x.peak_memory_bytes / 2**20)
-    target = {"color": "black", "linestyle": ":", "label": "target of 100 layers"}
-    accuracy.axhline(75, linewidth=1, **target)
-    accuracy.set_ylabel("test accuracy in percent")
-    memory.set_ylabel("peak memory of the process in MiB")
-    memory.set_ylim(bottom=0)
-    for panel in (accuracy, memory):
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(layers, [str(number) for number in layers])
-        panel.set_xlabel("layers")
-        panel.grid(alpha=0.3)
-    legend(figure, 4, fontsize="small")
     return figure
 
 
@@ -372,11 +291,8 @@ def strategy_comparison() -> Figure:
 FIGURES: dict[str, Callable[[], Figure]] = {
     "pcie": bus_efficiency,
     "loader": loader,
-    "gather_cpu": gather_cpu,
-    "aggregate_cpu": aggregate_cpu,
     "feature_cache": feature_cache,
     "accuracy": accuracy,
-    "depth": depth,
     "collectives": collectives,
     "strategies-amazon_photo": lambda: strategies("amazon_photo", 6),
     "strategies-planted": lambda: strategies("planted", 3),

@@ -1,6 +1,6 @@
 """Measure the seeds per second of gcnzc's loader of heterogeneous graphs compared with PyG's.
 
-    python -m bench.loading.hetero --rivals FOLDER [--rounds 5] [--cache data/bench] [--sequential]
+    python -m bench.loading.hetero --rivals FOLDER [--rounds 5] [--cache data/bench]
 
 The graph has 4 node types and 6 edge types with power-law degree distributions, 1 M nodes with 64
 float32 features and a time each, and 20 M edges. Minibatches have 1024 seeds of one type and
@@ -11,8 +11,7 @@ disjoint. Each system gets the same arrays as a PyG `HeteroData`, runs in its ow
 with torch-sparse, which has no temporal sampling.
 
 The measurements are interleaved, see bench/loading/loader.py. The speed-up is the median over the
-rounds of the ratio between the fastest configurations. `--sequential` compares the CPU time of one
-thread with that of no workers, for machines on which other programs run.
+rounds of the ratio between the fastest configurations.
 """
 
 import sys
@@ -46,7 +45,6 @@ EDGES = {
 COLUMNS, LATEST, SEED = 64, 1000, 0
 # batches timed per round, and untimed batches before them
 TIMED, SKIPPED = {"hetero_ours": 20, "hetero_pyg": 10}, 4
-SEQUENTIAL = ("1 threads", "0 workers")
 
 
 def generated_graph(cache: Path) -> Path:
@@ -78,31 +76,18 @@ def sorted_edges(folder: Path, edge_type: EdgeType, pair: list[Any]) -> Any:
 
 def main() -> None:
     """Measure both systems and record their times."""
-    parser = parser_of(__doc__, rivals=True)
-    parser.add_argument(
-        "--sequential",
-        action="store_true",
-        help="measure the CPU time of one thread, and of no workers",
-    )
-    options = parser.parse_args()
+    options = parser_of(__doc__, rivals=True).parse_args()
     harness.check_code_is_committed()
     folder = generated_graph(options.cache)
     python = str(options.rivals.resolve() / "pyg" / "bin" / "python")
-    threads = 1 if options.sequential else None
     rivals = [
-        Rival.start("hetero_ours", sys.executable, folder, threads),
-        Rival.start("hetero_pyg", python, folder, threads),
+        Rival.start("hetero_ours", sys.executable, folder),
+        Rival.start("hetero_pyg", python, folder),
     ]
-    if options.sequential:
-        for rival in rivals:
-            names = rival.configurations
-            rival.configurations = [name for name in names if name.endswith(SEQUENTIAL)]
     cases = [(rival, name) for rival in rivals for name in rival.configurations]
     results = measure_rounds(cases, folder / "seeds.npy", options.rounds, TIMED, SKIPPED)
-    clock = "cpu" if options.sequential else "wall"
-    counted = "cpu_seconds" if options.sequential else "seconds"
     seconds = {
-        (rival.name, name): record_case("hetero_loader", rival, name, results, counted, clock=clock)
+        (rival.name, name): record_case("hetero_loader", rival, name, results)
         for rival, name in cases
     }
     for kind in ("uniform", "temporal"):
@@ -111,7 +96,7 @@ def main() -> None:
             for rival in rivals
         )
         if theirs:
-            record_ratio("hetero_loader", f"pyg / ours, {kind}", ours, theirs, clock=clock)
+            record_ratio("hetero_loader", f"pyg / ours, {kind}", ours, theirs)
 
 
 if __name__ == "__main__":

@@ -176,12 +176,10 @@ def measure_rounds(
     return results
 
 
-def record_case(
-    file: str, rival: Rival, name: str, results: Results, clock: str = "seconds", **case: str
-) -> list[float]:
+def record_case(file: str, rival: Rival, name: str, results: Results, **case: str) -> list[float]:
     """Record a configuration, and return its seconds per batch in each round."""
     found = results[rival.name, name]
-    seconds = [each[clock] / each["batches"] for each in found]
+    seconds = [each["seconds"] / each["batches"] for each in found]
     timing = harness.timing_of(seconds)
     harness.record(
         file,
@@ -196,14 +194,14 @@ def record_case(
 
 
 def record_ratio(
-    file: str, ratio: str, ours: Iterable[list[float]], theirs: Iterable[list[float]], **case: str
+    file: str, ratio: str, ours: Iterable[list[float]], theirs: Iterable[list[float]]
 ) -> None:
     """Record the speed-up of the fastest configuration, the median over the rounds."""
     own, other = (min(times, key=statistics.median) for times in (ours, theirs))
     ratios = [b / a for a, b in zip(own, other, strict=True)]
     harness.record(
         file,
-        {"ratio": ratio, **case, "rounds": len(ratios)},
+        {"ratio": ratio, "rounds": len(ratios)},
         times=statistics.median(ratios),
         least=min(ratios),
         greatest=max(ratios),

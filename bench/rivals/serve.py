@@ -50,19 +50,16 @@ def serve(make: Callable[[str], tuple[dict[str, Configuration], dict[str, str]]]
 def time_batches(batches: Iterator[tuple[int, int]], skip: int) -> dict[str, float]:
     """Return the seconds from batch number `skip` to the last one, and the mean batch sizes.
 
-    `cpu_seconds` is the CPU time of all threads of this process, without worker processes. The
-    first `skip` batches are not timed, since threads and workers start during them.
+    The first `skip` batches are not timed, since threads and workers start during them.
     """
-    arrived_s, used_s, sizes = [], [], []
+    arrived_s, sizes = [], []
     for size in batches:
         arrived_s.append(time.perf_counter())
-        used_s.append(time.process_time())
         sizes.append(size)
     nodes, edges = np.mean(sizes, axis=0)
     timed_batches = len(arrived_s) - skip
     return {
         "seconds": arrived_s[-1] - arrived_s[skip - 1],
-        "cpu_seconds": used_s[-1] - used_s[skip - 1],
         "batches": timed_batches,
         "nodes": float(nodes),
         "edges": float(edges),

@@ -1,7 +1,6 @@
 """Fuzz commands with damaged files and invalid options: each must be rejected with a hint.
 
-    python -m bench.robustness.fuzz [--seed S] [--cases N] [--kinds KIND ...] [--all]
-        [--no-record | --report FILE]
+    python -m bench.robustness.fuzz [--seed S] [--cases N] [--kinds KIND ...] [--report FILE]
 
 Each case damages a copy of an input file, or generates an option. Cases are reproducible: they
 depend only on the seed, the kind and the number of the case. Kinds:
@@ -666,9 +665,7 @@ class Worker:
         return Case(kind, number, "", FAILED, reason)
 
 
-def run_cases(
-    kinds: Sequence[str], num_cases: int, seed: int, *, is_verbose: bool
-) -> dict[str, Counter[str]]:
+def run_cases(kinds: Sequence[str], num_cases: int, seed: int) -> dict[str, Counter[str]]:
     """Run cases of some kinds, and count their outcomes by kind.
 
     Raises:
@@ -691,7 +688,7 @@ def run_cases(
             for number in range(max(1, CASES_PER_KIND[kind] * num_cases // total)):
                 case = worker.run(kind, number)
                 counts[kind][case.outcome] += 1
-                if is_verbose or case.outcome == FAILED:
+                if case.outcome == FAILED:
                     line = f"{kind} {number}: {case.change}: {case.outcome}: {case.reason}"
                     print(line.encode(errors="backslashreplace").decode(), flush=True)
         worker.stop()
@@ -704,14 +701,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=sum(CASES_PER_KIND.values()))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--no-record", action="store_true")
     parser.add_argument("--report", type=Path, help="write the outcomes to this file instead")
-    parser.add_argument("--all", action="store_true", help="print every case")
     arguments = parser.parse_args()
-    if arguments.report is None and not arguments.no_record:
+    if arguments.report is None:
         harness.check_code_is_committed()
     begin = time.monotonic()
-    counts = run_cases(arguments.kinds, arguments.cases, arguments.seed, is_verbose=arguments.all)
+    counts = run_cases(arguments.kinds, arguments.cases, arguments.seed)
     kinds = {
         kind: {outcome: found[outcome] for outcome in OUTCOMES} for kind, found in counts.items()
     }
@@ -719,7 +714,7 @@ def main() -> int:
         print(f"{kind:12}" + ", ".join(f"{count} {name}" for name, count in found.items()))
     if arguments.report is not None:
         arguments.report.write_text(json.dumps(kinds))
-    elif not arguments.no_record:
+    else:
         seconds = round(time.monotonic() - begin, 1)
         case = {
             "seed": arguments.seed,
