@@ -27,7 +27,7 @@ from torch.nn import functional
 from bench import harness
 from gcnzc.exchange import Algorithm, Group, Link, lockstep
 from gcnzc.optim import DropCompute
-from gcnzc.optim.synchronous.compute_clock import SimulatedClock
+from gcnzc.optim.compute_deadline import SimulatedClock
 
 WORLD_SIZE, MICRO_BATCHES, SAMPLES = 8, 12, 4
 CALIBRATION = (6, 50)

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from gcnzc import Dataset, Loader, inference, load, prepare
 from gcnzc.exchange import Algorithm, Compute, Group, Link, Now, SlowDown, lockstep
 from gcnzc.models import SAGE
-from gcnzc.optim import Averaged, DistributedOptimizer, FedGLOMO
+from gcnzc.optim import DistributedOptimizer, FedGLOMO
 from gcnzc.sampling import Batch
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -141,18 +141,12 @@ def run(setup: Setup, build: Build, seed: int) -> Result:
         accuracy=float((outputs.argmax(1) == data.labels[test]).float().mean()),
         seconds=max(outcome.seconds),
         bytes_sent=sum(each.bytes_sent for each in outcome.ledgers) / setup.world_size,
-        state_bytes=max(map(_state_bytes, optimizers)),
+        state_bytes=max(each.state_bytes for each in optimizers),
         steps=max(each.steps for each in optimizers),
         losses=losses.mean(axis=0).tolist(),
         epoch_ends_s=ends[0].tolist(),
         optimizers=optimizers,
     )
-
-
-def _state_bytes(optimizer: DistributedOptimizer) -> int:
-    if isinstance(optimizer, Averaged):
-        return sum(each.state_bytes for each in optimizer.gradients.reducers if each is not None)
-    return int(getattr(optimizer, "state_bytes", 0))
 
 
 def _train(

@@ -59,7 +59,7 @@ class SparseCompression(Compression):
         """See `Compression`: "masked" with error feedback.
 
         Momentum at all elements may make training diverge at the learning rate of uncompressed
-        gradients; see `gcnzc.optim.synchronous.averaged`.
+        gradients; see `gcnzc.optim.averaged`.
         """
         return "masked" if self.error_feedback else "everywhere"
 

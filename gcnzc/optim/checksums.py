@@ -41,8 +41,7 @@ class Checksums:
         self.line = ""
         """the line for the hash bits; equal on ranks with equal parameters"""
         self._sums: dict[str, int] = {}
-        self._names: list[str] = []
-        self._pending: list[Tensor] = []  # sums of each device
+        self._pending: list[tuple[list[str], Tensor]] = []  # names and sums of each device
         self._ignored: set[str] = set()  # frozen parameters that differ; the same on all ranks
         self._started_at = -INTERVAL
         self.next_update = 0
@@ -65,7 +64,7 @@ class Checksums:
                 self._started_at = received
             if named:
                 self._start(named)
-                self._pending = [_copy_to_host(each) for each in self._pending]
+                self._pending = [(names, _copy_to_host(sums)) for names, sums in self._pending]
         self.next_update = self._started_at + (1 if self._pending else INTERVAL)
 
     def renew(self, named: Named | None) -> None:
@@ -91,41 +90,32 @@ class Checksums:
         is_different = (sums != sums[0]).any(dim=0).tolist()
         names = {name for name, flag in zip(self._sums, is_different, strict=True) if flag}
         suspects = [pair for pair in named if pair[0] in names]
-        self._warn_of_frozen([name for name, tensor in suspects if not tensor.requires_grad])
-        suspects = [pair for pair in suspects if pair[1].requires_grad]
+        if frozen := [name for name, tensor in suspects if not tensor.requires_grad]:
+            # once, since moving averages may differ by design
+            self._ignored.update(frozen)
+            warnings.warn(
+                f"{len(frozen)} frozen parameters differ between ranks: {', '.join(frozen[:3])}"
+                "\n\nhint: load them in the same way on all ranks; they are not compared again",
+                stacklevel=2,
+            )
         if names:
             self._forget()
-        if suspects:
+        if suspects := [pair for pair in suspects if pair[1].requires_grad]:
             yield from _check_close(suspects)
 
-    def _warn_of_frozen(self, names: Sequence[str]) -> None:
-        """Warn once if frozen parameters differ, as moving averages may by design."""
-        if not names:
-            return
-        self._ignored.update(names)
-        warnings.warn(
-            f"{len(names)} frozen parameters differ between ranks: {', '.join(names[:3])}\n\n"
-            "hint: load them in the same way on all ranks; they are not compared again",
-            stacklevel=2,
-        )
-
     def _start(self, named: Named) -> None:
-        by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
+        sums: dict[torch.device, dict[str, Tensor]] = {}
         for name, tensor in named:
-            if name in self._ignored:
-                continue
-            by_device.setdefault(tensor.device, []).append((name, tensor))
-        self._names = [name for pairs in by_device.values() for name, _ in pairs]
-        self._pending = [
-            torch.stack([sum_of_bits(tensor) for _, tensor in pairs])
-            for pairs in by_device.values()
-        ]
+            if name not in self._ignored:
+                sums.setdefault(tensor.device, {})[name] = sum_of_bits(tensor)
+        self._pending = [(list(own), torch.stack([*own.values()])) for own in sums.values()]
 
     def _read(self) -> None:
-        sums = [each for part in self._pending for each in part.tolist()]
+        pairs = [
+            pair for names, sums in self._pending for pair in zip(names, sums.tolist(), strict=True)
+        ]
         # the order must not depend on the devices of a rank's parameters
-        self._sums = dict(sorted(zip(self._names, sums, strict=True)))
-        self._pending = []
+        self._sums, self._pending = dict(sorted(pairs)), []
         self.line = f"parameters\t{hash_lines([str(each) for each in self._sums.values()])}"
 
     def _forget(self) -> None:

@@ -5,61 +5,34 @@ They were chosen for runs of a few hundred steps or more.
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class WarmupDefaults:
-    """Length of the warm-up, in which gradients are not compressed."""
-
-    share: float = 0.15
-    """share of `total_steps`, if they are known"""
-    steps: int = 100
-    """number of steps if `total_steps` are not known"""
-    auto_share: float = 0.25
-    """limit of an automatic warm-up as a fraction of `total_steps`, if they are known"""
-    auto_intervals: int = 5
-    """limit of an automatic warm-up in units of 1 / (1 - beta2) steps"""
-
-    def warmup_steps(self, total_steps: int | None) -> int:
-        """Return the number of steps of the warm-up.
-
-        Args:
-            total_steps: the number of steps of the run; None if it is not known.
-        """
-        return self.steps if total_steps is None else max(1, round(self.share * total_steps))
-
-    def most_auto_steps(self, interval: int, total_steps: int | None) -> int:
-        """Return the largest number of steps of a warm-up that ends when the variance is stable.
-
-        Args:
-            interval: steps between two checks of the variance, 1 / (1 - beta2).
-            total_steps: the number of steps of the run; None if it is not known.
-        """
-        most = self.auto_intervals * interval
-        return (
-            most if total_steps is None else max(1, min(most, round(self.auto_share * total_steps)))
-        )
+WARMUP_SHARE = 0.15
+"""share of `total_steps` for the warm-up, in which gradients are not compressed"""
+WARMUP_STEPS = 100
+"""number of steps of the warm-up if `total_steps` are not known"""
+AUTO_SHARE = 0.25
+"""limit of an automatic warm-up as a fraction of `total_steps`, if they are known"""
+AUTO_INTERVALS = 5
+"""limit of an automatic warm-up in units of 1 / (1 - beta2) steps"""
 
 
-@dataclass(frozen=True)
-class ZeroOneDefaults:
-    """The schedule of 0/1 Adam after its warm-up."""
+def warmup_steps(total_steps: int | None) -> int:
+    """Return the number of steps of the warm-up.
 
-    max_local_interval: int = 4
-    """largest number of steps between synchronizations"""
-    variance_doubling: int = 16
-    """number of variance updates after which the interval between them doubles"""
-    windows: int = 4
-    """number of parts of `total_steps`; the synchronization interval doubles after each"""
-    local_doubling: int = 100
-    """steps after which the interval doubles, if `total_steps` are not known"""
+    Args:
+        total_steps: the number of steps of the run; None if it is not known.
+    """
+    return WARMUP_STEPS if total_steps is None else max(1, round(WARMUP_SHARE * total_steps))
 
-    def local_doubling_steps(self, total_steps: int | None) -> int:
-        """Return the number of steps after which the synchronization interval doubles.
 
-        Args:
-            total_steps: the number of steps of the run; None if it is not known.
-        """
-        return self.local_doubling if total_steps is None else max(1, total_steps // self.windows)
+def longest_warmup(interval: int, total_steps: int | None) -> int:
+    """Return the largest number of steps of a warm-up that ends when the variance is stable.
+
+    Args:
+        interval: steps between two checks of the variance, 1 / (1 - beta2).
+        total_steps: the number of steps of the run; None if it is not known.
+    """
+    most = AUTO_INTERVALS * interval
+    return most if total_steps is None else max(1, min(most, round(AUTO_SHARE * total_steps)))
 
 
 @dataclass(frozen=True)
@@ -71,10 +44,8 @@ class LocalDefaults:
     outer_momentum: float = 0.0
 
 
-WARMUP = WarmupDefaults()
 REFRESH = 0
 """steps from the end of the warm-up to the first refresh of the variance; 0 for none"""
-ZERO_ONE = ZeroOneDefaults()
 LOCAL_SGD = LocalDefaults(8)
 DILOCO = LocalDefaults(12, 0.4, 0.9)
 MULOCO = LocalDefaults(12, 0.7, 0.6)

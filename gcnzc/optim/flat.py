@@ -8,8 +8,8 @@ uncompressed, are at its beginning.
 Notation: n elements of the flat vector, m of a slice of it, P parameters, k extras.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,24 +51,29 @@ class FlatParameters:
         *,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.segments: list[Segment] = []
-        self.num_uncompressed = begin = 0
+        # groups with `compress=False` first
         order = sorted(enumerate(groups), key=lambda pair: bool(pair[1].get("compress", True)))
-        for number, group in order:
-            for index, parameter in enumerate(group["params"]):
-                if parameter.requires_grad:
-                    here = slice(begin, begin := begin + local(parameter).numel())
-                    name = f"group {number}, parameter {index}"
-                    self.segments.append(Segment(name, parameter, here, group))
-            if not group.get("compress", True):
-                self.num_uncompressed = begin
-        if parameters is not None:
-            self._reorder(parameters)
-        if not self.segments:
+        found = [
+            (f"group {number}, parameter {index}", parameter, group)
+            for number, group in order
+            for index, parameter in enumerate(group["params"])
+            if parameter.requires_grad
+        ]
+        if not found:
             raise ValueError(
                 "no parameter of the optimizer has requires_grad\n\nhint: give the parameters that "
                 "are to be trained"
             )
+        if parameters is not None:
+            positions = {parameter: position for position, parameter in enumerate(parameters)}
+            found.sort(key=lambda each: positions[each[1]])
+        self.segments: list[Segment] = []
+        self.num_uncompressed = begin = 0
+        for name, parameter, group in found:
+            here = slice(begin, begin := begin + local(parameter).numel())
+            self.segments.append(Segment(name, parameter, here, group))
+            if not group.get("compress", True):
+                self.num_uncompressed = begin
         self.num_elements = begin
         self.parameters = [segment.parameter for segment in self.segments]
         """the P trained parameters, in the order of the vector"""
@@ -86,13 +91,6 @@ class FlatParameters:
         self.tile_elements = min(begin, TILE_ELEMENTS) if is_on_cpu else begin
         """elements of the longest slice of `tiles`"""
         self._scratch: Tensor | None = None
-
-    def _reorder(self, parameters: Sequence[Tensor]) -> None:
-        found = {segment.parameter: segment for segment in self.segments}
-        begin, self.segments = 0, []
-        for parameter in parameters:
-            here = slice(begin, begin := begin + local(parameter).numel())
-            self.segments.append(replace(found[parameter], here=here))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that are copied and pickled: all except the scratch memory."""
@@ -246,12 +244,3 @@ class FlatParameters:
 def to_device(number: float | Tensor, device: torch.device) -> float | Tensor:
     """Return a number unchanged, or a tensor () on `device`."""
     return number.to(device) if isinstance(number, Tensor) else number
-
-
-def numbered_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return parameter groups with the numbers of parameters in place of them, as torch saves."""
-    numbered, first = [], 0
-    for group in groups:
-        numbers = list(range(first, first := first + len(group["params"])))
-        numbered.append({**group, "params": numbers})
-    return numbered

@@ -13,10 +13,10 @@ neither 0 nor 1, so that all ranks compare after this exchange.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import groupby, zip_longest
+from itertools import groupby
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.exchange.layout import hash_lines
@@ -63,33 +63,22 @@ class Comparison:
         """whether this rank requests a comparison at the next exchange"""
         self._option_key = self._option_text = ""
 
-    def bit(
-        self,
-        groups: Sequence[Mapping[str, Any]],
-        optimizer: str,
-        steps: int,
-        loaded: str,
-        checksums: str,
-    ) -> float:
+    def bit(self, groups: Sequence[Mapping[str, Any]], lines: Sequence[str]) -> float:
         """Return the number to send with the next exchange: a hash bit, or a comparison request.
 
         The bit is 0 or 1. The request is 0.5.
 
         Args:
             groups: the parameter groups, whose options are hashed.
-            optimizer: see `state_lines`.
-            steps: see `state_lines`.
-            loaded: see `state_lines`.
-            checksums: the line of the checksums.
+            lines: other lines to hash.
         """
         self.count += 1
         if self.is_requested:
             # the sum over the ranks is then neither 0 nor their number
             return 0.5
-        own = state_lines(optimizer, steps, loaded)
         # a read of tensors on a GPU synchronizes with it
         options = self._format_options(groups, with_gpu=self.count % GPU_INTERVAL == 0)
-        return float(hash_lines([str(self.count), *own, options, checksums]) & 1)
+        return float(hash_lines([str(self.count), *lines, options]) & 1)
 
     def _format_options(self, groups: Sequence[Mapping[str, Any]], *, with_gpu: bool) -> str:
         """Return the `option_lines`, joined by newlines; cached while no option changes."""
@@ -209,46 +198,6 @@ def trained_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
         found = f"False for parameters {', '.join(frozen)}" if frozen else "True for all parameters"
         lines.append(f"{TRAINED} parameter group {number}\t{found}, of {len(flags)}")
     return lines
-
-
-def check_same_flags(
-    optimizer: str, found: Sequence[bool], expected: Sequence[bool], names: Sequence[str]
-) -> None:
-    """Check that parameters have the same `requires_grad` as when an optimizer was constructed.
-
-    Args:
-        optimizer: the name of the optimizer, for the message.
-        found: the current flags.
-        expected: the flags at the construction.
-        names: the names of the current parameters, for the message.
-
-    Raises:
-        ValueError: a flag has changed, or a parameter was added or removed.
-    """
-    if list(found) == list(expected):
-        return
-    pairs = enumerate(zip_longest(found, expected))
-    index, (now, before) = next(each for each in pairs if each[1][0] != each[1][1])
-    name = names[index] if index < len(names) else f"parameter {index} of all groups"
-    raise ValueError(
-        f"{name}: {_describe_flag(now)} now, but {_describe_flag(before)} when {optimizer} was "
-        "constructed\n\nhint: set requires_grad and add parameters on all ranks before "
-        "constructing the optimizer, or construct a new one"
-    )
-
-
-def _describe_flag(flag: bool | None) -> str:
-    return "no such parameter" if flag is None else f"requires_grad={flag}"
-
-
-def names_in_model(module: nn.Module | None, groups: Iterable[Mapping[str, Any]]) -> dict[int, str]:
-    """Return by id the names of parameters of `module`, and of those that were given with names."""
-    own = [] if module is None else module.named_parameters()
-    names = {id(parameter): f", named {name}" for name, parameter in own}
-    for group in groups:
-        pairs = zip(group["params"], group.get("param_names", ()), strict=False)
-        names |= {id(parameter): f", named {name}" for parameter, name in pairs}
-    return names
 
 
 def option_lines(groups: Sequence[Mapping[str, Any]], *, with_gpu: bool) -> list[str]:

@@ -28,7 +28,6 @@ from gcnzc.exchange import Algorithm, Group, Start, Sum, Wait
 from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.finite_gradients import delete_nonfinite_state, have_finite_gradients
 from gcnzc.optim.fully_shard import holds_on_all_shards
-from gcnzc.optim.late_phase import FEWER_LOCAL_STEPS
 from gcnzc.optim.method import WrappingOptimizer, identify_caller
 from gcnzc.optim.resize import shard_bounds
 from gcnzc.optim.sharded import Sharded, gather_shards, padded_size
@@ -128,7 +127,9 @@ class LocalMethod(WrappingOptimizer):
     """whether `step` needs a closure, which it may call several times"""
     is_uniform = True
     """whether all ranks exchange after the same steps; otherwise each rank counts its exchanges"""
-    late_phase_remedy = FEWER_LOCAL_STEPS
+    late_phase_remedy = (
+        "fewer local steps (`local_steps`, --local-steps of gcnzc train) let it begin sooner"
+    )
     compared_options: Sequence[str] = ("compress",)
 
     def __init__(

@@ -9,6 +9,8 @@ send, are a number that shows whether the ranks differ (see `Comparison.bit`), a
 which are flags such as a request to stop.
 """
 
+import inspect
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
@@ -17,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -26,43 +29,56 @@ from gcnzc.exchange.layout import describe_layout
 from gcnzc.exchange.sync import broadcast, check_same, dense_buffers, synchronize_buffers
 from gcnzc.optim.checksums import Checksums
 from gcnzc.optim.ddp import check_no_average, find_ddp
-from gcnzc.optim.flat import FlatParameters, numbered_groups
+from gcnzc.optim.defaults import LATE_SHARE, LATE_STEPS
+from gcnzc.optim.flat import FlatParameters
 from gcnzc.optim.fully_shard import find_peers, local, shard_name
 from gcnzc.optim.group_options import (
     CALL,
     NORMS,
     Comparison,
-    check_same_flags,
     find_difference_by_store,
     format_norms,
-    names_in_model,
     option_key,
     option_lines,
     state_lines,
     trained_lines,
 )
-from gcnzc.optim.late_phase import SHORTER_WARMUP, late_step, warn_of_late_phase
-from gcnzc.optim.resize import check_mapping, check_state_dict_options, pack_state, unpack_state
-from gcnzc.optim.scaling import gradient_factor, report_overflow
-from gcnzc.optim.state import Field, Number, State
-from gcnzc.optim.state_layout import check_group_lengths
+from gcnzc.optim.resize import (
+    GROUPS,
+    check_state_dict_options,
+    number_groups,
+    pack_state,
+    unpack_state,
+)
+from gcnzc.optim.state import Field, Number, State, check_group_lengths
 from gcnzc.optim.validation import (
     check_at_least_zero,
     check_count,
     check_group,
     check_inner,
-    check_inner_options,
     check_module,
+    check_options,
     check_parameters,
 )
-from gcnzc.system.arguments import check_flag, check_kind, describe
+from gcnzc.system.arguments import check_flag
 
 T = TypeVar("T")
 P = ParamSpec("P")
 Algorithms = Callable[Concatenate[Any, P], Algorithm[T]]
 
-MAX_SIGNALS = 1000
-"""the largest number of signals, since every exchange has a number for each"""
+PARAMETER_TEXTS: dict[str, Callable[[Tensor], str]] = {
+    "requires_grad": lambda each: f"requires_grad={each.requires_grad}",
+    "layout": lambda each: f"{tuple(each.shape)} {each.dtype} on {each.device}",
+}
+"""what must not change after the construction of an optimizer, as text"""
+_SCALER_STEP = inspect.unwrap(GradScaler.step).__code__
+
+
+class LatePhaseWarning(UserWarning):
+    """A phase of an optimizer, such as compression or local steps, begins late in the run or never.
+
+    Rank 0 warns. `warnings.simplefilter("ignore", gcnzc.optim.LatePhaseWarning)` silences it.
+    """
 
 
 class SkipStep(Exception):
@@ -128,7 +144,7 @@ class DistributedOptimizer(Optimizer):
     accepts_ddp = True
     """whether DistributedDataParallel with `keep_gradients_local` may wrap the model"""
 
-    late_phase_remedy = SHORTER_WARMUP
+    late_phase_remedy = "a shorter warm-up (`warmup`, --warmup of gcnzc train) lets it begin sooner"
     """how to let the phase of `late_phase` begin sooner"""
 
     # with this flag GradScaler neither unscales gradients nor skips steps; `step` does both
@@ -159,15 +175,15 @@ class DistributedOptimizer(Optimizer):
     ) -> None:
         if group is not None:
             check_group(group)
-        check_count("signals", signals, most=MAX_SIGNALS)
+        check_count("signals", signals)
         if total_steps is not None:
             check_count("total_steps", total_steps, 1)
         super().__init__(params, defaults)
-        check_module(module, self.param_groups)
-        trained = [each for group in self.param_groups for each in group["params"]]
-        self.group = find_peers(current_group(), trained) if group is None else group
-        self.total_steps, self.late_step = total_steps, late_step(total_steps)
+        if module is not None:
+            check_module(module, self.param_groups)
         self.module = module
+        self.group = find_peers(current_group(), self.all_parameters()) if group is None else group
+        self.total_steps = total_steps
         self._weight, self._signals = 1.0, [False] * signals
         self.received_signals = [False] * signals
         """for each signal, whether any rank sent it in the exchanges that finished in the last
@@ -187,10 +203,6 @@ class DistributedOptimizer(Optimizer):
         """the `option_key` of options that were checked; empty to check them in each step"""
         self.reducers: dict[str, Reducer] = {}
         """compute compressed means; created by the fields `Errors` of `declare`"""
-        self.initial_requires_grad: list[bool] = []
-        """`requires_grad` of all parameters when `record_parameters` was called last"""
-        self.initial_layouts: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        self.initial_dtypes: list[torch.dtype] = []
         self.is_broadcast = False
         """whether the model was broadcast, or a state was loaded instead; `Averaged` resets it when
         parameters are added or their `requires_grad` changes"""
@@ -244,8 +256,8 @@ class DistributedOptimizer(Optimizer):
     def check_options(
         self, group: Mapping[str, Any], where: str = "", *, with_gpu: bool = True
     ) -> None:
-        """Check the options of a group; see `check_inner_options`."""
-        check_inner_options(group, self.defaults, where, with_gpu=with_gpu)
+        """Check the options of a group; see `gcnzc.optim.validation.check_options`."""
+        check_options(group, self.defaults, where, with_gpu=with_gpu)
 
     def on_broadcast(self) -> None:
         """Initialize the state that depends on the parameters, which are equal on all ranks now."""
@@ -298,18 +310,29 @@ class DistributedOptimizer(Optimizer):
 
     @signals.setter
     def signals(self, values: Sequence[bool]) -> None:
-        count = len(self.received_signals)
-        check_kind("signals", values, (list, tuple), f"a list of {count} flags")
-        if len(values) != count:
+        if len(values) != len(self.received_signals):
             raise ValueError(
-                f"signals is {describe(values)}, but the optimizer was constructed with "
-                f"signals={count}\n\nhint: give the constructor signals={len(values)} on all ranks"
+                f"signals is {values}, but the optimizer was constructed with "
+                f"signals={len(self.received_signals)}\n\nhint: give the constructor "
+                f"signals={len(values)} on all ranks"
             )
         self._signals = [check_flag(f"signals[{index}]", each) for index, each in enumerate(values)]
 
     def gradient_factor(self) -> float | Tensor:
-        """Return the factor of this rank's gradients; see `gcnzc.optim.scaling`."""
-        return gradient_factor(self)
+        """Return the factor of this rank's gradients: its weight divided by GradScaler's scale.
+
+        With GradScaler it is a tensor () of float64 on the device of the scale; NaN if GradScaler
+        found a gradient that is not finite, even if it was clipped later.
+        """
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is None and found_inf is None:
+            return self._weight
+        if not isinstance(found_inf, Tensor):
+            # GradScaler sets the number 0 on a rank without gradients
+            found_inf = torch.zeros((), device=None if scale is None else scale.device)
+        scale = torch.ones_like(found_inf) if scale is None else scale
+        factor: Tensor = self._weight / scale.double()
+        return factor.masked_fill(found_inf.to(factor.device) > 0, torch.nan)
 
     def scale_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Multiply gradients in place by this rank's weight divided by GradScaler's scale."""
@@ -363,20 +386,16 @@ class DistributedOptimizer(Optimizer):
             for number, group in enumerate(self.param_groups):
                 self.check_options(group, f" of parameter group {number}", with_gpu=False)
             self.checked_options = key
-        loss = self.evaluate(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         self.check_ddp()
         ignored = self.num_ignored_gradients
         self._run(self.algorithm(), "step()")
         if self.num_ignored_gradients > ignored and hasattr(self, "found_inf"):
             report_overflow(self)
         return loss
-
-    def evaluate(self, closure: Callable[[], float] | None) -> float | None:
-        """Call the closure of a step before its exchange, and return the loss."""
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
 
     @property
     def num_ignored_gradients(self) -> int:
@@ -399,7 +418,8 @@ class DistributedOptimizer(Optimizer):
         """Return the communication and computation of `step`, which `step` and `lockstep` run."""
         # as `identify_caller` does, but without a generator between this one and its driver
         caller_before = yield Caller(self.identity)
-        self.check_dtypes()
+        if [each.dtype for each in self.all_parameters()] != self.initial_dtypes:
+            self.check_layouts()
         self.begin_step()
         if not self.is_broadcast:
             yield from self.broadcast_model_algorithm()
@@ -415,8 +435,7 @@ class DistributedOptimizer(Optimizer):
             raise
         else:
             self.steps += 1
-            if self.steps == self.late_step:
-                self.warn_of_late_phase()
+            self.warn_of_late_phase()
         if self.comparison.is_due and (yield from self.compare_algorithm()):
             self.check_trainable()
         yield Caller(caller_before)
@@ -427,17 +446,25 @@ class DistributedOptimizer(Optimizer):
             self.check_trainable()
 
     def warn_of_late_phase(self) -> None:
-        """Warn on rank 0 if a phase has not begun in the middle of the run; see `late_step`."""
+        """Warn on rank 0 in the middle of the run if a phase has not begun."""
+        total = self.total_steps
+        if self.steps != (LATE_STEPS if total is None else max(1, round(LATE_SHARE * total))):
+            return
         if self.group.rank == 0 and self.group.world_size > 1 and (phase := self.late_phase()):
-            remedy = self.late_phase_remedy
-            warn_of_late_phase(self.name, phase, remedy, self.steps, self.total_steps)
+            length = "" if total is None else f" of {total}"
+            warnings.warn(
+                f"{self.name}: no {phase} in the first {self.steps} steps{length}\n\n"
+                f"hint: {self.late_phase_remedy}",
+                LatePhaseWarning,
+                stacklevel=2,
+            )
 
     # --- extras of exchanges, and comparisons between the ranks
 
     def common_extras(self) -> list[float]:
         """Return the common extras: the hash bit or a request to compare, and the signals."""
-        if [type(each) for each in self._signals] != [bool] * len(self.received_signals):
-            self.signals = self._signals  # elements were set in place
+        # their elements may have been set in place
+        self.signals = self._signals
         if self.group.world_size == 1:
             # there is no other rank to compare with
             return [0.0, *self._signals]
@@ -449,9 +476,8 @@ class DistributedOptimizer(Optimizer):
         """Return the number with which ranks compare their options; see `Comparison.bit`."""
         if self.requires_grad_flags() != self.initial_requires_grad:
             self.comparison.is_requested = True
-        return self.comparison.bit(
-            self.param_groups, self.identity, self.steps, self.loaded, self.checksums.line
-        )
+        lines = state_lines(self.identity, self.steps, self.loaded)
+        return self.comparison.bit(self.param_groups, [*lines, self.checksums.line])
 
     def receive_common(self, sums: Sequence[float], ranks: int | None = None) -> None:
         """Update the comparison and the received signals.
@@ -483,38 +509,42 @@ class DistributedOptimizer(Optimizer):
 
     def replicated_parameters(self) -> list[tuple[str, Tensor]] | None:
         """Return names and parameters that must be equal now; None if all may differ by design."""
-        named = zip(self.name_parameters(), self.initial_requires_grad, strict=False)
+        named = zip(self.named_parameters(), self.initial_requires_grad, strict=False)
         return [
-            (name, each)
+            (name, local(each))
             for (name, each), is_trained in named
             if self.is_replicated or not (is_trained or each.requires_grad)
         ]
 
     # --- the parameters, and what they were when the optimizer was constructed
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of all groups, including frozen ones, named by their positions."""
-        for number, group in enumerate(self.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                yield f"group {number}, parameter {index}", parameter
+    def all_parameters(self) -> list[nn.Parameter]:
+        """The parameters of all groups, including frozen ones."""
+        return [each for group in self.param_groups for each in group["params"]]
 
-    def name_parameters(self) -> list[tuple[str, Tensor]]:
-        """Return all parameters, named by their positions and by their names in the model."""
-        names = names_in_model(self.module, self.param_groups)
-        named = self.named_parameters()
-        return [(f"{position}{names.get(id(each), '')}", local(each)) for position, each in named]
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters, named by their positions, and by their names in the model if known."""
+        own = [] if self.module is None else self.module.named_parameters()
+        names = {id(parameter): name for name, parameter in own}
+        for number, group in enumerate(self.param_groups):
+            names |= zip(map(id, group["params"]), group.get("param_names", ()), strict=False)
+            for index, parameter in enumerate(group["params"]):
+                name = names.get(id(parameter))
+                position = f"group {number}, parameter {index}"
+                yield f"{position}, named {name}" if name else position, parameter
 
     def requires_grad_flags(self) -> list[bool]:
-        """The current `requires_grad` of each parameter of `named_parameters`, in that order."""
-        return [each.requires_grad for group in self.param_groups for each in group["params"]]
+        """The current `requires_grad` of each parameter."""
+        return [each.requires_grad for each in self.all_parameters()]
 
     def record_parameters(self) -> None:
         """Record `requires_grad` and the layout of the current parameters."""
         self.initial_requires_grad = self.requires_grad_flags()
-        self.initial_layouts = [
-            (each.shape, each.dtype, each.device) for _, each in self.named_parameters()
-        ]
-        self.initial_dtypes = [dtype for _, dtype, _ in self.initial_layouts]
+        self.initial_dtypes = [each.dtype for each in self.all_parameters()]
+        self._initial = {kind: self._describe_parameters(kind) for kind in PARAMETER_TEXTS}
+
+    def _describe_parameters(self, kind: str) -> dict[str, str]:
+        return {name: PARAMETER_TEXTS[kind](each) for name, each in self.named_parameters()}
 
     def check_trainable(self) -> None:
         """Check that the parameters have the same `requires_grad` as at the construction.
@@ -524,35 +554,29 @@ class DistributedOptimizer(Optimizer):
         Raises:
             ValueError: a parameter was frozen, unfrozen, added or removed.
         """
-        names = [name for name, _ in self.named_parameters()]
-        check_same_flags(self.name, self.requires_grad_flags(), self.initial_requires_grad, names)
-
-    def check_dtypes(self) -> None:
-        """Call `check_layouts` if a dtype has changed, as by `model.half()`."""
-        dtypes = [each.dtype for group in self.param_groups for each in group["params"]]
-        if dtypes != self.initial_dtypes:
-            self.check_layouts()
+        if self.requires_grad_flags() != self.initial_requires_grad:
+            self._check_unchanged("requires_grad")
 
     def check_layouts(self) -> None:
         """Check that the parameters have the same layouts as at the construction.
 
-        It would take time in each step, so it is called only if a dtype has changed, or after an
-        error.
+        It would take time in each step, so it is called only if a dtype has changed, as by
+        `model.half()`, or after an error.
 
         Raises:
             ValueError: the shape, dtype or device of a parameter has changed.
         """
-        pairs = zip(self.named_parameters(), self.initial_layouts, strict=False)
-        for (name, parameter), before in pairs:
-            now = parameter.shape, parameter.dtype, parameter.device
-            if now != before:
-                found, expected = (
-                    f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in (now, before)
-                )
+        self._check_unchanged("layout")
+
+    def _check_unchanged(self, kind: str) -> None:
+        before, now = self._initial[kind], self._describe_parameters(kind)
+        for name in {**now, **before}:
+            found, expected = (each.get(name, "no such parameter") for each in (now, before))
+            if found != expected:
                 raise ValueError(
-                    f"{name} is {found} now, but was {expected} when {self.name} was constructed"
-                    "\n\nhint: change the shape, dtype and device of parameters before "
-                    "constructing the optimizer, and their values in place, as with copy_"
+                    f"{name}: {found} now, but {expected} when {self.name} was constructed"
+                    "\n\nhint: change parameters on all ranks before constructing the optimizer, "
+                    "and later only their values in place, as with copy_"
                 )
 
     def check_ddp(self) -> None:
@@ -562,8 +586,8 @@ class DistributedOptimizer(Optimizer):
             ValueError: it has, or `DropCompute` trains such a model.
         """
         if self._ddps is None:
-            parameters = (each for _, each in self.named_parameters())
-            self._ddps = WeakKeyDictionary(dict.fromkeys(find_ddp(parameters, self.group)))
+            found = find_ddp(self.all_parameters(), self.group)
+            self._ddps = WeakKeyDictionary(dict.fromkeys(found))
         for ddp, times in self._ddps.items():
             self._ddps[ddp] = check_no_average(ddp, times, self.name, accepts_hook=self.accepts_ddp)
 
@@ -613,12 +637,8 @@ class DistributedOptimizer(Optimizer):
             return
         if self.group.world_size > 1:
             tensors = self.tensors_to_broadcast()
-            names = names_in_model(self.module, self.param_groups)
-            lines = [
-                f"{line}{names.get(id(tensor), '')}"
-                for line, (_, tensor) in zip(describe_layout(tensors), tensors, strict=True)
-            ]
-            yield from check_same([*self.layout_lines(), *lines], "optimizers")
+            lines = [*self.layout_lines(), *describe_layout(tensors)]
+            yield from check_same(lines, "optimizers")
             yield from broadcast([(name, local(tensor)) for name, tensor in tensors])
         self.is_broadcast = True
         self.on_broadcast()
@@ -673,7 +693,7 @@ class DistributedOptimizer(Optimizer):
                 "first one that was skipped, and why"
             )
         if has_peers:
-            named = self.name_parameters()
+            named = [(name, local(each)) for name, each in self.named_parameters()]
             self.checksums.renew(named)
             yield from self.checksums.check_equal(named)
             if self.module is not None:
@@ -709,9 +729,8 @@ class DistributedOptimizer(Optimizer):
 
         Otherwise torch.distributed.checkpoint would call `step` to initialize the state.
         """
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state.setdefault(parameter, {})
+        for parameter in self.all_parameters():
+            self.state.setdefault(parameter, {})
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that are copied and pickled.
@@ -749,7 +768,7 @@ class DistributedOptimizer(Optimizer):
 
         `shared` is the same on all ranks; `local`, `shards` and `errors` are this rank's own.
         """
-        return {**self.declared.snapshot(), "param_groups": numbered_groups(self.param_groups)}
+        return {**self.declared.snapshot(), GROUPS: number_groups(self.param_groups)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank in the layout of torch's optimizers.
@@ -764,7 +783,7 @@ class DistributedOptimizer(Optimizer):
                 `get_optimizer_state_dict` or `set_optimizer_state_dict` is set.
         """
         check_state_dict_options()
-        return pack_state(self.name, self.snapshot(), self.param_groups)
+        return pack_state(self.snapshot(), self.all_parameters())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a `state_dict` or `snapshot` of this rank, or a result of `resize_state`.
@@ -774,24 +793,14 @@ class DistributedOptimizer(Optimizer):
                 model, is damaged, or has an option that is out of its range. Nothing is loaded
                 then.
         """
-        shard = shard_name(each for _, each in self.named_parameters())
+        shard = shard_name(self.all_parameters())
         snapshot = unpack_state(self.name, state_dict, self.group.rank, shard)
-        self.restore(snapshot)
-        self.loaded_norms = format_norms(snapshot["shared"])
-        self.mark_loaded()
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Load a `snapshot` of this rank; see `load_state_dict`."""
-        check_mapping(snapshot, "optimizer", "layout", "rank", "world_size", "param_groups")
-        groups = snapshot["param_groups"]
+        groups: Any = snapshot.get(GROUPS)
         check_group_lengths(self.param_groups, groups)
         self.check_loaded_options(groups)
         self.declared.load(snapshot)
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
-        # no broadcast after this: buffers differ between ranks in the middle of a run
-        self.is_broadcast = True
-        self.on_load()
+        self.loaded_norms = format_norms(snapshot["shared"])
+        self.finish_load(groups)
 
     def check_loaded_options(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Check the options of the parameter groups of a state, before it is loaded."""
@@ -799,8 +808,13 @@ class DistributedOptimizer(Optimizer):
             where = f" of parameter group {number} of the state"
             self.check_options({**self.defaults, **group}, where)
 
-    def mark_loaded(self) -> None:
-        """Request a comparison with the other ranks, which must have loaded a state too."""
+    def finish_load(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Set the options of a loaded state, and request a comparison with the other ranks."""
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+        # no broadcast after this: buffers differ between ranks in the middle of a run
+        self.is_broadcast = True
+        self.on_load()
         self.loaded = f"of step {self.steps}"
         self.comparison.is_requested = True
 
@@ -856,3 +870,22 @@ class WrappingOptimizer(DistributedOptimizer):
 
     def __repr__(self) -> str:
         return f"{self.describe_options()} of {self.inner!r}, workers={self.group.world_size}"
+
+
+def report_overflow(optimizer: Optimizer) -> None:
+    """Record an overflow in the GradScaler that is taking this optimizer's step, if there is one.
+
+    A GradScaler lowers its scale only after an overflow on its own rank. All ranks have skipped the
+    step, so all must lower their scales, or the scales diverge. GradScaler gives the optimizer only
+    copies of its flags, and a reference to itself only with a deprecation warning. This function
+    therefore looks it up in the call stack. With a version of torch where it is not found there,
+    the scales may differ; gradients remain correct, because each rank divides by its own scale.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _SCALER_STEP and frame.f_locals.get("optimizer") is optimizer:
+            scaler: GradScaler = frame.f_locals["self"]
+            for found_inf in scaler._found_inf_per_device(optimizer).values():
+                found_inf.fill_(1.0)
+            return
+        frame = frame.f_back

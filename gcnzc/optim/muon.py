@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from gcnzc.optim.validation import check_at_least_zero, check_count, check_fraction
+from gcnzc.optim.validation import check_count, check_fraction, check_options
+from gcnzc.system.arguments import check_choice
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # added to the norm of a matrix, as in torch.optim.Muon; AdamW's eps is added to each element
@@ -73,17 +74,6 @@ class Muon(Optimizer):
             raise RuntimeError(
                 f"torch {torch.__version__} has no Muon\n\nhint: install torch 2.9 or newer"
             )
-        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
-            check_at_least_zero(name, value)
-        for name, value in (("momentum", momentum), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
-            check_fraction(name, value)
-        check_count("ns_steps", ns_steps, 1)
-        if ns_steps > MAX_NS_STEPS:
-            raise ValueError(f"ns_steps is {ns_steps}\n\nhint: 5 is common; give at most 99")
-        if adjust_lr_fn not in ADJUSTMENTS:
-            raise ValueError(
-                f"adjust_lr_fn is {adjust_lr_fn!r}\n\nhint: give one of {', '.join(ADJUSTMENTS)}"
-            )
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -94,6 +84,10 @@ class Muon(Optimizer):
             "betas": betas,
             "eps": eps,
         }
+        check_options(defaults, defaults)
+        check_fraction("momentum", momentum)
+        check_count("ns_steps", ns_steps, 1, MAX_NS_STEPS)
+        check_choice("adjust_lr_fn", adjust_lr_fn, ADJUSTMENTS)
         weights = None if module is None else _weight_ids(module)
         super().__init__(_split_groups(params, weights), defaults)
 
@@ -117,13 +111,6 @@ class Muon(Optimizer):
                 )
             param_group["use_muon"] = found == {True}
         if param_group["use_muon"]:
-            for index, parameter in enumerate(parameters):
-                if parameter.ndim != 2:
-                    raise ValueError(
-                        f"parameter {index} of a group with use_muon=True has the shape "
-                        f"{tuple(parameter.shape)}\n\nhint: Muon is for matrices; use a group "
-                        "with use_muon=False, which AdamW updates"
-                    )
             param_group.setdefault("eps", MUON_EPS)
         for name, value in self.defaults.items():
             param_group.setdefault(name, value)

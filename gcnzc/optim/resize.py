@@ -24,43 +24,40 @@ COMMON = "of all ranks"
 OWN = "of rank {rank} of {world_size}"
 # key of the number of ranks that saved a state; only in a state of another number of ranks
 RESIZED_FROM = "resized_from"
-# keys of a snapshot that belong to the first of them
+# keys of a snapshot that belong to the first of them, and to neither
 COMMON_KEYS = ("optimizer", "shared", "layout", "resize")
+GROUPS = "param_groups"
 
 
-def pack_state(
-    optimizer: str, snapshot: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def number_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return parameter groups with the numbers of parameters in place of them, as torch saves."""
+    numbered, first = [], 0
+    for group in groups:
+        numbers = list(range(first, first := first + len(group["params"])))
+        numbered.append({**group, "params": numbers})
+    return numbered
+
+
+def pack_state(snapshot: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
     """Convert a snapshot into the layout of torch's state dicts.
 
     Args:
-        optimizer: the name of the optimizer's type.
         snapshot: the optimizer's snapshot on this rank.
-        groups: the optimizer's `param_groups`.
+        parameters: of all groups.
 
     Returns:
         `param_groups` with indices in place of parameters, and `state` of the trained parameters.
     """
-    numbered: list[dict[str, Any]] = []
-    state: dict[int, dict[str, Any]] = {}
-    step = snapshot["shared"]["steps"]
-    first = 0
-    for group in groups:
-        parameters = group["params"]
-        for number, parameter in enumerate(parameters, first):
-            if parameter.requires_grad:
-                state[number] = {"step": step}
-        numbers = list(range(first, first := first + len(parameters)))
-        numbered.append({**group, "params": numbers})
-    shard = shard_name(each for group in groups for each in group["params"])
-    common = {name: value for name, value in snapshot.items() if name in COMMON_KEYS}
-    excluded = (*COMMON_KEYS, "param_groups")
-    own = {name: value for name, value in snapshot.items() if name not in excluded}
-    own_key = OWN.format(rank=snapshot["rank"], world_size=snapshot["world_size"])
+    step, shard = snapshot["shared"]["steps"], shard_name(parameters)
+    state: dict[int, dict[str, Any]] = {
+        number: {"step": step} for number, each in enumerate(parameters) if each.requires_grad
+    }
     holder = state.setdefault(min(state, default=0), {})
-    holder[COMMON + shard] = _to_bytes({"optimizer": optimizer, **common})
-    holder[own_key + shard] = _to_bytes(own)
-    return {"state": state, "param_groups": numbered}
+    excluded = (*COMMON_KEYS, GROUPS)
+    own = {name: value for name, value in snapshot.items() if name not in excluded}
+    holder[COMMON + shard] = _to_bytes({name: snapshot[name] for name in COMMON_KEYS})
+    holder[OWN.format_map(own) + shard] = _to_bytes(own)
+    return {"state": state, GROUPS: snapshot[GROUPS]}
 
 
 def check_state_dict_options() -> None:
@@ -78,47 +75,50 @@ def check_state_dict_options() -> None:
     frame = None if module is None else inspect.currentframe()
     while frame is not None:
         if frame.f_globals is vars(module) and "info" in frame.f_locals:
-            info = frame.f_locals["info"]
-            # torch resets the option while it loads a full state
-            is_loading = frame.f_code.co_name == "_load_optim_state_dict"
             found = {
-                "full_state_dict": is_loading or getattr(info, "full_state_dict", False),
-                "flatten_optimizer_state_dict": getattr(
-                    info, "flatten_optimizer_state_dict", False
-                ),
+                name: getattr(frame.f_locals["info"], name, False)
+                for name in ("full_state_dict", "flatten_optimizer_state_dict")
             }
-            for name, is_set in found.items():
-                if is_set:
-                    raise ValueError(
-                        f"{name}=True is not supported, because each rank has its own state\n\n"
-                        "hint: omit the option, and save the state of each rank with "
-                        "torch.distributed.checkpoint; gcnzc.optim.resize_state converts states "
-                        "for another number of ranks"
-                    )
+            # torch resets the option while it loads a full state
+            found["full_state_dict"] |= frame.f_code.co_name == "_load_optim_state_dict"
+            if name := next(filter(found.get, found), ""):
+                raise ValueError(
+                    f"{name}=True is not supported, because each rank has its own state\n\n"
+                    "hint: omit the option, and save the state of each rank with "
+                    "torch.distributed.checkpoint; gcnzc.optim.resize_state converts states for "
+                    "another number of ranks"
+                )
         frame = frame.f_back
 
 
-def check_mapping(state_dict: Mapping[str, Any], *keys: str) -> None:
-    """Check that a state dict is a mapping with `keys`; raises ValueError."""
+def check_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Check that a state dict has the structure of those of torch's optimizers.
+
+    Raises:
+        ValueError: it is no mapping, `state` is no mapping of mappings, or `param_groups` is no
+            list of mappings with a list `params`.
+    """
     if not isinstance(state_dict, Mapping):
+        state_dict = {"state": state_dict}
+    states, groups = state_dict.get("state", {}), state_dict.get(GROUPS, [])
+    has_states = isinstance(states, Mapping) and _are_mappings(states.values())
+    has_groups = (
+        isinstance(groups, list | tuple)
+        and _are_mappings(groups)
+        and all(isinstance(each.get("params"), list | tuple) for each in groups)
+        and all(isinstance(each, int | str) for group in groups for each in group["params"])
+    )
+    if not has_states or not has_groups:
+        wrong = f"{GROUPS} is {describe(groups)}, not a list of groups"
+        if not has_states:
+            wrong = f"state is {describe(states)}, not a mapping of mappings"
         raise ValueError(
-            f"a state dict is a mapping, got {type(state_dict).__name__}\n\n"
-            "hint: load the result of `state_dict`"
+            f"not a state dict of an optimizer: {wrong}\n\nhint: load the result of `state_dict`"
         )
-    entries = state_dict.get("state", {})
-    if not isinstance(entries, Mapping) or not all(
-        isinstance(entry, Mapping) for entry in entries.values()
-    ):
-        raise ValueError(
-            f"state of the state dict is {describe(entries)}, not a mapping of mappings\n\n"
-            "hint: load the result of `state_dict`"
-        )
-    missing = [key for key in keys if key not in state_dict]
-    if missing:
-        raise ValueError(
-            f"{_describe_state(state_dict)}, without {', '.join(missing)}\n\n"
-            "hint: load the result of `state_dict`"
-        )
+
+
+def _are_mappings(values: Iterable[Any]) -> bool:
+    return all(isinstance(each, Mapping) for each in values)
 
 
 def unpack_state(
@@ -135,67 +135,36 @@ def unpack_state(
     Raises:
         ValueError: it is of another type of optimizer.
     """
-    check_mapping(state_dict)
+    check_state_dict(state_dict)
     if "rank" in state_dict and "shared" in state_dict:
         return dict(state_dict)
-    entries = state_dict.get("state", {}).values()
-    holder = next((entry for entry in entries if _common_key(entry)), None)
-    if holder is None:
+    holder = find_holder(state_dict)
+    if not holder:
+        names = {str(name) for each in state_dict.get("state", {}).values() for name in each}
         raise ValueError(
-            f"{_describe_state(state_dict)}, not the state of "
-            f"{optimizer or 'an optimizer of gcnzc'}\n\n"
-            "hint: load it into the type of optimizer that saved it; load the state of an inner "
-            "optimizer with inner.load_state_dict before wrapping it"
+            f"the state of an optimizer of torch, with {', '.join(sorted(names)) or 'nothing'}, "
+            f"not the state of {optimizer or 'an optimizer of gcnzc'}\n\nhint: load it into the "
+            "type of optimizer that saved it; load the state of an inner optimizer with "
+            "inner.load_state_dict before wrapping it"
         )
-    own = {name: value for name, value in holder.items() if str(name).startswith("of rank ")}
     # of several shards only if torch.distributed.checkpoint has joined them
-    common = COMMON + shard if COMMON + shard in holder else _common_key(holder)
-    found = {name: value for name, value in own.items() if name.endswith(shard)}
-    wanted = [name for name in found if name.startswith(f"of rank {rank} of ")]
+    common = next(each for each in (COMMON + shard, *holder) if each in holder and COMMON in each)
+    found = [each for each in holder if each.startswith("of rank ") and each.endswith(shard)]
+    wanted = [each for each in found if each.startswith(f"of rank {rank} of ")]
     if not found:
         raise ValueError(
             "the state has the part that all ranks share, but not the state of any rank\n\n"
             "hint: load the complete result of `state_dict` on this rank"
         )
-    snapshot = {**_from_bytes(holder[common]), **_from_bytes(found[next(iter([*wanted, *found]))])}
-    return {**snapshot, "param_groups": state_dict.get("param_groups")}
+    own = _from_bytes(holder[[*wanted, *found][0]])
+    return {**_from_bytes(holder[common]), **own, GROUPS: state_dict.get(GROUPS)}
 
 
-def _count_ranks(state_dict: Mapping[str, Any]) -> int:
-    """Return the number of ranks whose states a state dict has."""
-    entries = [each for each in state_dict.get("state", {}).values() if _common_key(each)]
-    return sum(name.startswith("of rank ") for entry in entries for name in entry)
-
-
-def check_is_inner(state_dict: Mapping[str, Any]) -> None:
-    """Check that a state dict is that of an optimizer of torch.
-
-    Raises:
-        ValueError: it belongs to an optimizer that compresses or takes local steps.
-    """
-    if not _is_of_inner(state_dict):
-        raise ValueError(
-            "the state of an optimizer whose ranks have different states, not of the inner "
-            "optimizer\n\nhint: load it into an optimizer with the same options, such as `compress`"
-        )
-
-
-def _common_key(entry: Mapping[str, Any]) -> str:
-    """Return the key of the state that is the same on all ranks; empty if there is none."""
-    return next((name for name in entry if str(name).startswith(COMMON)), "")
-
-
-def _is_of_inner(state_dict: Mapping[str, Any]) -> bool:
+def find_holder(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the entry of a state dict that has the snapshot; empty if there is none."""
     entries = state_dict.get("state", {}).values()
-    return "rank" not in state_dict and not any(map(_common_key, entries))
-
-
-def _describe_state(state_dict: Mapping[str, Any]) -> str:
-    entries: Iterable[Any] = state_dict.get("state", {}).values()
-    names = sorted({name for entry in entries if isinstance(entry, Mapping) for name in entry})
-    if names:
-        return f"the state of an optimizer of torch, with {', '.join(map(str, names))}"
-    return f"a state with {', '.join(map(str, state_dict)) or 'nothing'}"
+    has_snapshot = (each for each in entries if any(str(name).startswith(COMMON) for name in each))
+    return next(has_snapshot, {})
 
 
 def _to_bytes(values: Mapping[str, Any]) -> bytes:
@@ -235,69 +204,63 @@ def resize_state(states: Sequence[Mapping[str, Any]], rank: int, world_size: int
     Raises:
         ValueError: states are missing, or from different steps.
     """
-    if states and all(_is_of_inner(state) for state in states):
+    if states and not any("rank" in each or find_holder(each) for each in states):
         return dict(states[0])
     if len(states) == 1:
-        states = list(states) * max(1, _count_ranks(states[0]))
+        num_ranks = sum(name.startswith("of rank ") for name in find_holder(states[0]))
+        states = list(states) * max(1, num_ranks)
     states = [unpack_state("", state, number) for number, state in enumerate(states)]
-    ranks = [state["rank"] for state in states]
-    if (
-        not states
-        or ranks != list(range(len(states)))
-        or any(state["world_size"] != len(states) for state in states)
-    ):
+    ranks = [(state["rank"], state["world_size"]) for state in states]
+    if not ranks or ranks != [(number, len(states)) for number in range(len(states))]:
         raise ValueError(
-            f"states of ranks {ranks} of {[state['world_size'] for state in states]}\n\nhint: "
-            "give the states of all ranks, in the order of ranks"
+            f"states of {', '.join('rank {} of {}'.format(*each) for each in ranks) or 'no rank'}"
+            "\n\nhint: give the states of all ranks, in the order of ranks"
         )
-    if len({repr(_plain_values(state["shared"])) for state in states}) > 1:
+    first = states[0]
+    if any(_plain_values(state) != _plain_values(first) for state in states):
         raise ValueError("states of different steps\n\nhint: give the states of one checkpoint")
     if world_size == len(states):
         return dict(states[rank])
-    first = dict(states[0])
-    first |= {"rank": rank, "world_size": world_size}
-    first.setdefault(RESIZED_FROM, len(states))
-    # some ranks may have no value, such as those that do not take part in a round
-    found = {
-        name: [state["local"][name] for state in states if name in state["local"]]
-        for name, rule in first["resize"].items()
-        if rule != "drop"
+
+    def of_all(section: str, name: str) -> list[Any]:
+        # some ranks may have no value, such as those that do not take part in a round
+        return [state[section][name] for state in states if name in state[section]]
+
+    return {
+        RESIZED_FROM: len(states),
+        **first,
+        "rank": rank,
+        "world_size": world_size,
+        "local": {
+            name: _convert(rule, values)
+            for name, rule in first["resize"].items()
+            if rule != "drop" and (values := of_all("local", name))
+        },
+        "shards": {
+            name: _take_shard(torch.cat(of_all("shards", name)), rank, world_size)
+            for name in first["shards"]
+        },
+        "errors": {
+            name: _fold_errors(of_all("errors", name), rank, world_size) for name in first["errors"]
+        },
     }
-    first["local"] = {
-        name: _convert(first["resize"][name], values, rank)
-        for name, values in found.items()
-        if values
-    }
-    first["shards"] = {
-        name: _take_shard(torch.cat([state["shards"][name] for state in states]), rank, world_size)
-        for name in first["shards"]
-    }
-    first["errors"] = {
-        name: _fold_errors([state["errors"][name] for state in states], rank, world_size)
-        for name in first["errors"]
-    }
-    return first
 
 
-def _plain_values(shared: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the values of a state that are no tensors, which are equal on all ranks."""
-    return {name: value for name, value in shared.items() if not isinstance(value, Tensor)}
+def _plain_values(state: Mapping[str, Any]) -> str:
+    """Return the shared values that are no tensors, which are equal on all ranks, as text."""
+    shared = state["shared"].items()
+    return repr({name: value for name, value in shared if not isinstance(value, Tensor)})
 
 
-def _convert(rule: str, values: Sequence[Any], rank: int) -> Any:
+def _convert(rule: str, values: Sequence[Any]) -> Any:
     """Return a new rank's value by its rule: a tensor, a number, or an inner optimizer's state."""
     first = values[0]
-    if rule == "mean" and isinstance(first, int | float) and not isinstance(first, bool):
+    if rule == "same" or isinstance(first, bool):
+        return first
+    if isinstance(first, int | float):
         mean = sum(values) / len(values)
-        return type(first)(round(mean) if isinstance(first, int) else mean)
-    if rule == "mean":
-        return _mean(values)
-    if rule == "sum" and isinstance(first, Tensor):
-        total = torch.stack([value.double() for value in values]).sum(dim=0)
-        return (total * (rank == 0)).to(first.dtype)
-    if rule == "sum":
-        return type(first)(sum(values) if rank == 0 else 0)
-    return first
+        return round(mean) if isinstance(first, int) else mean
+    return _mean(values)
 
 
 def shard_bounds(num_elements: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -321,40 +284,25 @@ def _fold_errors(
     The mean of the worker errors is added to the server errors, if there are any; else it becomes
     the worker error of all new ranks.
     """
-    if "server" not in errors[0]:
-        return _average_worker_errors(errors, world_size)
+    first = errors[0]
+    # such as the number of means
+    others = {name: error for name, error in first.items() if name not in ("worker", "server")}
+    # a single rank does not exchange, so it has no errors
+    if "worker" not in first or world_size == 1:
+        return others
+    if "server" not in first:
+        return {**others, "worker": _mean([each["worker"] for each in errors])}
     pending = torch.cat([each["server"] for each in errors]).double()
     for each in errors:
         pending += each["worker"].double() / len(errors)
-    worker = errors[0]["worker"]
-    # such as the number of means
-    others = {name: error for name, error in errors[0].items() if name not in ("worker", "server")}
-    if world_size == 1:
-        # a single rank does not exchange, so it has no errors
-        return others
-    return others | {
-        "worker": torch.zeros_like(worker),
-        "server": _take_shard(pending, rank, world_size).to(worker.dtype),
-    }
-
-
-def _average_worker_errors(
-    errors: Sequence[Mapping[str, Tensor]], world_size: int
-) -> dict[str, Any]:
-    """Return the errors of a new rank, with the mean of the worker errors if there are any."""
-    others = {name: error for name, error in errors[0].items() if name != "worker"}
-    # a single rank does not exchange, so it has no worker error
-    if "worker" not in errors[0] or world_size == 1:
-        return others
-    return {**others, "worker": _mean([each["worker"] for each in errors])}
+    server = _take_shard(pending, rank, world_size).to(first["worker"].dtype)
+    return {**others, "worker": torch.zeros_like(first["worker"]), "server": server}
 
 
 def _mean(values: Sequence[Any]) -> Any:
     """Return the mean over nested structures of tensors; other values are those of the first."""
     first = values[0]
-    if isinstance(first, Tensor):
-        if not first.dtype.is_floating_point:
-            return first
+    if isinstance(first, Tensor) and first.dtype.is_floating_point:
         return torch.stack([value.double() for value in values]).mean(dim=0).to(first.dtype)
     if isinstance(first, Mapping):
         # a rank has no inner state for a parameter that has not had a gradient there

@@ -7,8 +7,7 @@ changes:
     kind      on W ranks                             with another number of ranks
     shared    equal on all ranks                     unchanged
     local     each rank has its own                  `resize`: "same", rank 0's on all ranks;
-                                                     "mean", on all ranks; "sum", on rank 0, and
-                                                     zeros on the others; "drop", the initial value
+                                                     "mean", on all ranks; "drop", the initial value
     sharded   each rank has its shard                sharded again
 
 Compression errors are resized such that the mean error over the ranks does not change. A snapshot
@@ -19,9 +18,9 @@ Notation: W ranks, n elements of the flat vector.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -31,20 +30,25 @@ from torch.optim import Optimizer
 from gcnzc.compress import Compression, Reducer, WorkerInfo
 from gcnzc.compress.reducer import DAMAGED_HINT
 from gcnzc.optim.fully_shard import like, local
-from gcnzc.optim.resize import RESIZED_FROM, shard_bounds
-from gcnzc.optim.state_layout import check_inner_state, check_layout
+from gcnzc.optim.muon import Muon
+from gcnzc.optim.resize import GROUPS, RESIZED_FROM, check_state_dict, shard_bounds
 from gcnzc.system.arguments import describe
 
 Values = Mapping[str, Any]
 Kind = Literal["shared", "local", "sharded"]
-Resize = Literal["same", "mean", "sum", "drop"]
+Resize = Literal["same", "mean", "drop"]
 SECTIONS = {"shared": "shared", "local": "local", "sharded": "shards"}
 """for each kind, the section of a snapshot"""
 MAX_COUNT = 2**53
 """the largest number of steps, exchanges or ranks in a state"""
+FLOAT_MAX = torch.finfo(torch.float64).max
+# the state of a parameter after its first step
+_ADAM = {"step", "exp_avg", "exp_avg_sq"}
+_REQUIRED = {torch.optim.Adam: _ADAM, torch.optim.AdamW: _ADAM}
+_MODEL_HINT = "hint: load it into an optimizer of the same model"
 
 
-class Field(ABC):
+class Field:
     """A part of the state: one attribute of the optimizer, or of an object that belongs to it.
 
     If the object has a `state_prefix`, the name in states begins with it.
@@ -83,11 +87,10 @@ class Field(ABC):
         """Return the value to save; None to save nothing."""
         return getattr(self.owner, self.name)
 
-    @abstractmethod
     def initial_value(self, worker: WorkerInfo) -> Any:
-        """Return the value before the first step."""
+        """Return the value before the first step; not for what the owner sets itself."""
+        raise AttributeError(f"{type(self.owner).__name__} has no {self.name}")
 
-    @abstractmethod
     def check(self, values: Values, worker: WorkerInfo) -> None:
         """Check the value of a state, before anything is loaded; `values` has those of all fields.
 
@@ -95,7 +98,6 @@ class Field(ABC):
             ValueError: it is missing or damaged.
         """
 
-    @abstractmethod
     def load(self, values: Values, worker: WorkerInfo) -> None:
         """Load a checked value, or the initial one if the state has none."""
 
@@ -106,8 +108,9 @@ class Vector(Field):
 
     owner: Any
     name: str
-    size: int | Callable[[Values], int]
-    """the number of elements on all ranks together; a function of the loaded values if it varies"""
+    size: int | Callable[[Values], int] | None
+    """the number of elements on all ranks together; a function of the values if it depends on them;
+    None if it may be any, and is 0 at the start"""
     dtype: torch.dtype | None = None
     """None for that of the flat vector"""
     kind: Kind | Callable[[Values], Kind] = "shared"
@@ -138,6 +141,8 @@ class Vector(Field):
 
     def shape(self, values: Values, worker: WorkerInfo) -> tuple[int]:
         """Return the shape on this rank."""
+        if self.size is None:
+            return (values[self.key].numel() if self.key in values else 0,)
         size = self.size(values) if callable(self.size) else self.size
         begin, end = shard_bounds(size, worker.rank, worker.world_size)
         return (end - begin if self.kind == "sharded" else size,)
@@ -147,7 +152,7 @@ class Vector(Field):
         if self.is_optional:
             return None
         device = torch.device("cpu") if self.on_host else worker.device
-        shape, dtype = self.shape({}, worker), self.dtype or worker.dtype
+        shape, dtype = self.shape(Current(self.owner), worker), self.dtype or worker.dtype
         return torch.full(shape, self.initial, dtype=dtype, device=device)
 
     def check(self, values: Values, worker: WorkerInfo) -> None:
@@ -216,17 +221,17 @@ class Number(Field):
                 return
             raise_damaged(f"{self.key} of the state is missing")
         value, kind = values[self.key], type(self.initial)
-        is_valid = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        if kind is float:
-            is_valid |= type(value) is int
         least = self.least(values) if callable(self.least) else self.least
-        numbers = value if kind is list and is_valid else [value] if kind in (int, float) else []
-        for number in numbers if is_valid else ():
-            is_valid &= isinstance(number, int | float) and not isinstance(number, bool)
-            is_valid = is_valid and math.isfinite(number)
-            is_valid = is_valid and least <= number <= (MAX_COUNT if kind is int else math.inf)
-        if kind is list and self.length is not None:
-            is_valid = is_valid and len(value) == self.length
+
+        def is_number(each: object) -> bool:
+            is_real = type(each) is int or (isinstance(each, float) and kind is not int)
+            return is_real and least <= each <= (MAX_COUNT if kind is int else FLOAT_MAX)  # type: ignore[operator]
+
+        if kind is list:
+            is_valid = isinstance(value, list) and all(map(is_number, value))
+            is_valid = is_valid and self.length in (None, len(value))
+        else:
+            is_valid = is_number(value) if kind in (int, float) else type(value) is kind
         if not is_valid:
             limit = f" of at least {least:g}" if kind in (int, float, list) else ""
             raise_damaged(
@@ -252,13 +257,6 @@ class Option(Field):
         """See `Field`."""
         return f"with {self.name}"
 
-    def allocate(self, worker: WorkerInfo) -> None:
-        """See `Field`: nothing."""
-
-    def initial_value(self, worker: WorkerInfo) -> Any:
-        """Not called: the owner sets its options before it declares its state."""
-        raise AttributeError(f"{type(self.owner).__name__} has no {self.name}")
-
     def save(self) -> bool:
         """See `Field`."""
         return bool(getattr(self.owner, self.name))
@@ -273,9 +271,6 @@ class Option(Field):
                 f"the state was saved by {self.owner.name} {there} {self.name}, but this one is "
                 f"{here} it\n\nhint: construct it with the options of the run that saved the state"
             )
-
-    def load(self, values: Values, worker: WorkerInfo) -> None:
-        """See `Field`: nothing."""
 
 
 @dataclass(eq=False)
@@ -337,15 +332,15 @@ class Inner(Field):
         inner: Optimizer = getattr(self.owner, self.name)
         return inner
 
-    def initial_value(self, worker: WorkerInfo) -> Any:
-        """Not called: the owner sets its inner optimizer before it declares its state."""
-        raise AttributeError(f"{type(self.owner).__name__} has no {self.name}")
-
     def save(self) -> dict[str, Any]:
-        """See `Field`."""
+        """See `Field`; of tensors that are sharded, this rank's shards."""
         saved = self.optimizer.state_dict()
+
+        def own(value: Any) -> Any:
+            return local(value) if isinstance(value, Tensor) else value
+
         states = {
-            number: {name: _own(value) for name, value in values.items()}
+            number: {name: own(value) for name, value in values.items()}
             for number, values in saved["state"].items()
         }
         return {**saved, "state": states}
@@ -363,25 +358,12 @@ class Inner(Field):
                     state[name] = like(value, parameter)
 
 
-def _own(value: Any) -> Any:
-    return local(value) if isinstance(value, Tensor) else value
-
-
-class Current(Mapping[str, Any]):
+class Current(dict[str, Any]):
     """The current values of an object's attributes by name, for functions of `Values`."""
 
     def __init__(self, owner: Any) -> None:
-        self.owner = owner
-
-    def __getitem__(self, name: str) -> Any:
-        prefix = getattr(self.owner, "state_prefix", "")
-        return getattr(self.owner, name.removeprefix(f"{prefix} ") if prefix else name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(vars(self.owner))
-
-    def __len__(self) -> int:
-        return len(vars(self.owner))
+        prefix = getattr(owner, "state_prefix", "")
+        super().__init__({f"{prefix} {name}".strip(): each for name, each in vars(owner).items()})
 
 
 class State:
@@ -449,22 +431,23 @@ class State:
             if not isinstance(snapshot.get(name), Mapping):
                 found = describe(snapshot.get(name))
                 raise_damaged(f"{name} of the state is {found}, not a mapping")
-        if snapshot["optimizer"] != self.optimizer:
+        if snapshot.get("optimizer") != self.optimizer:
             raise ValueError(
-                f"the state of {snapshot['optimizer']}, not of {self.optimizer}\n\nhint: load it "
-                "into the type of optimizer that saved it"
+                f"the state of {snapshot.get('optimizer')}, not of {self.optimizer}\n\nhint: load "
+                "it into the type of optimizer that saved it"
             )
-        own = self.worker.rank, self.worker.world_size
-        if (snapshot["rank"], snapshot["world_size"]) != own:
+        rank, world_size = snapshot.get("rank"), snapshot.get("world_size")
+        if (rank, world_size) != (self.worker.rank, self.worker.world_size):
             raise ValueError(
-                f"the state of rank {snapshot['rank']} of {snapshot['world_size']} cannot be "
-                f"loaded on rank {own[0]} of {own[1]}\n\nhint: gcnzc.optim.resize_state converts "
-                "the states of all ranks for another number of ranks"
+                f"the state of rank {rank} of {world_size} cannot be loaded on rank "
+                f"{self.worker.rank} of {self.worker.world_size}\n\nhint: "
+                "gcnzc.optim.resize_state converts the states of all ranks for another number of "
+                "ranks"
             )
-        check_layout(self.layout, snapshot["layout"])
+        check_layout(self.layout, snapshot.get("layout"))
         values = {key: value for each in SECTIONS.values() for key, value in snapshot[each].items()}
         values["errors"] = snapshot["errors"]
-        values["saved_world_size"] = snapshot.get(RESIZED_FROM, snapshot["world_size"])
+        values["saved_world_size"] = snapshot.get(RESIZED_FROM, world_size)
         for field in self.fields:
             field.check(values, self.worker)
         if snapshot.get("resize") != self.rules:
@@ -481,6 +464,103 @@ class State:
             elif isinstance(field, Vector) and not field.is_computed:
                 found.append(field.save())
         return sum(each.nbytes for each in found if each is not None)
+
+
+def check_layout(layout: Sequence[str], saved: object) -> None:
+    """Check that a state has the same parameters as an optimizer.
+
+    Args:
+        layout: a line for each parameter of the optimizer, such as its name and shape.
+        saved: those of the state.
+
+    Raises:
+        ValueError: a line differs; the message has the first of them.
+    """
+    if not isinstance(saved, list | tuple):
+        raise_damaged(f"layout of the state is {describe(saved)}, not a list")
+    for own, other in zip_longest(layout, saved, fillvalue="no more parameters"):
+        if own != other:
+            raise ValueError(
+                f"the state has {other}, but this optimizer has {own}\n\n{_MODEL_HINT}"
+            )
+
+
+def check_group_lengths(groups: Sequence[Mapping[str, Any]], saved: Any) -> None:
+    """Check that the parameter groups of a state have as many parameters as those of an optimizer.
+
+    Args:
+        groups: the optimizer's `param_groups`.
+        saved: those of the state.
+
+    Raises:
+        ValueError: they have not.
+    """
+    check_state_dict({GROUPS: saved})
+    own_counts, counts = ([len(group["params"]) for group in each] for each in (groups, saved))
+    if own_counts != counts:
+        raise ValueError(
+            f"the state has groups of {counts} parameters, but this optimizer has groups of "
+            f"{own_counts}\n\n{_MODEL_HINT}"
+        )
+
+
+def check_inner_state(inner: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Check that a state dict of an inner optimizer is of the same parameters.
+
+    Shapes are compared if torch implements the optimizer, and for `gcnzc.optim.Muon`. These, except
+    Adafactor, have tensors of the parameter's shape, and scalars such as `step`. Others may have
+    other tensors.
+
+    Args:
+        inner: the inner optimizer.
+        state_dict: a result of its `state_dict`.
+
+    Raises:
+        ValueError: the numbers of parameters or their shapes differ, or a value is missing or
+            damaged.
+    """
+    check_state_dict(state_dict)
+    check_group_lengths(inner.param_groups, state_dict.get(GROUPS))
+    states, groups, kind = state_dict.get("state", {}), state_dict[GROUPS], type(inner)
+    # torch 2.4 has no Adafactor
+    is_known = kind.__module__.startswith("torch.optim") and kind.__name__ != "Adafactor"
+    is_known |= issubclass(kind, Muon)
+    required = _REQUIRED.get(kind, set())
+    for number, (group, saved) in enumerate(zip(inner.param_groups, groups, strict=True)):
+        pairs = zip(group["params"], saved["params"], strict=True)
+        for index, (parameter, saved_index) in enumerate(pairs):
+            where, values = f"group {number}, parameter {index}", states.get(saved_index, {})
+            if values and (missing := sorted(required.difference(values))):
+                raise_damaged(f"the state of {where} has no {', '.join(missing)}")
+            for name, value in values.items() if is_known else ():
+                is_required = name in required
+                _check_inner_value(name, value, where, local(parameter), is_required=is_required)
+
+
+def _check_inner_value(
+    name: str, value: object, where: str, parameter: Tensor, *, is_required: bool
+) -> None:
+    """Check a value of the state of a parameter; see `check_inner_state`."""
+    # such as the momentum of SGD before the first step
+    if value is None and not is_required:
+        return
+    label = f"{name} of {where} of the state is {describe(value)}"
+    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
+        raise_damaged(label)
+    is_scalar = not isinstance(value, Tensor) or value.numel() == 1
+    needs_elements = is_required and name != "step"
+    shape = value.shape if isinstance(value, Tensor) else torch.Size()
+    if isinstance(value, Tensor):
+        is_real = value.is_floating_point() or (is_scalar and not value.is_complex())
+        if not is_real and not (value.is_complex() and parameter.is_complex()):
+            raise_damaged(label)
+    if shape != parameter.shape and (needs_elements or not is_scalar):
+        raise ValueError(
+            f"the state has {name} {tuple(shape)} of {where}, but this optimizer has a parameter "
+            f"{tuple(parameter.shape)}\n\n{_MODEL_HINT}"
+        )
+    if name == "step" and is_scalar and not 0 <= float(value) <= MAX_COUNT:
+        raise_damaged(f"step of {where} of the state is {float(value)}")
 
 
 def raise_damaged(what: str) -> NoReturn:

@@ -11,11 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.exchange import Group
-from gcnzc.system.arguments import describe
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-UNSUPPORTED = ("amsgrad", "capturable", "differentiable", "foreach", "fused")
-"""options of torch's Adam that OneBitAdam, OneBitLamb and ZeroOneAdam do not support"""
 RATES = ("lr", "eps", "weight_decay")
 """options that are finite numbers of at least 0"""
 
@@ -26,13 +23,12 @@ def check_group(group: object) -> None:
     Raises:
         TypeError: it is something else, such as a process group of torch.distributed.
     """
-    if isinstance(group, Group):
-        return
-    raise TypeError(
-        f"group is a {type(group).__name__}, not a gcnzc.exchange.Group\n\nhint: for the ranks of "
-        "a process group of torch.distributed, give gcnzc.exchange.current_group().subgroup("
-        "torch.distributed.get_process_group_ranks(process_group)); for all ranks, omit group"
-    )
+    if not isinstance(group, Group):
+        raise TypeError(
+            f"group is a {type(group).__name__}, not a gcnzc.exchange.Group\n\nhint: for the ranks "
+            "of a process group of torch.distributed, give gcnzc.exchange.current_group().subgroup("
+            "torch.distributed.get_process_group_ranks(process_group)); for all ranks, omit group"
+        )
 
 
 def check_parameters(
@@ -58,38 +54,31 @@ def check_parameters(
                 "on every rank; local methods such as gcnzc.optim.DiLoCo also accept parameters of "
                 "torch.distributed.fsdp.fully_shard (torch >= 2.6), with the mesh of one replica"
             )
-        if not parameter.requires_grad or parameter.dtype in DTYPES:
-            continue
-        hint = f"use one of {', '.join(map(str, DTYPES))}"
-        if parameter.is_complex():
-            hint = (
-                "store its real and imaginary parts in a parameter of shape (..., 2), and use "
-                "torch.view_as_complex(parameter) in forward"
+        if parameter.requires_grad and parameter.dtype not in DTYPES:
+            hint = f"use one of {', '.join(map(str, DTYPES))}"
+            if parameter.is_complex():
+                hint = (
+                    "store its real and imaginary parts in a parameter of shape (..., 2), and use "
+                    "torch.view_as_complex(parameter) in forward"
+                )
+            raise TypeError(
+                f"parameter {index}, of shape {tuple(parameter.shape)}, is {parameter.dtype}, "
+                f"which {optimizer} does not support\n\nhint: {hint}"
             )
-        raise TypeError(
-            f"parameter {index}, of shape {tuple(parameter.shape)}, is {parameter.dtype}, which "
-            f"{optimizer} does not support\n\nhint: {hint}"
-        )
 
 
-def check_module(module: object, groups: Iterable[Mapping[str, Any]]) -> None:
+def check_module(module: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
     """Check that `module` is a model of which an optimizer has parameters.
 
     Args:
-        module: the model; None is valid.
+        module: the model.
         groups: the parameter groups of the optimizer.
 
     Raises:
-        TypeError: it is not a module.
         ValueError: it has parameters, but none of the optimizer's.
     """
-    if module is None:
-        return
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is {describe(module)}\n\nhint: give the model, a torch.nn.Module")
-    own = {id(parameter) for parameter in module.parameters()}
-    given = {id(parameter) for group in groups for parameter in group["params"]}
-    if own and own.isdisjoint(given):
+    own = set(map(id, module.parameters()))
+    if own and own.isdisjoint(id(each) for group in groups for each in group["params"]):
         raise ValueError(
             f"module is a {type(module).__name__} without any of the optimizer's parameters\n\n"
             "hint: give the model whose parameters the optimizer has"
@@ -109,62 +98,28 @@ def check_inner(wrapper: str, inner: object) -> None:
     """
     kind = type(inner).__name__
     if not isinstance(inner, Optimizer):
-        raise TypeError(
-            f"{wrapper} wraps an optimizer of torch, not a {kind}\n\nhint: "
-            f"{wrapper}(torch.optim.AdamW(model.parameters()), ...)"
-        )
-    if hasattr(inner, "algorithm"):
-        raise TypeError(
-            f"{wrapper} cannot wrap {kind}, which communicates itself\n\nhint: wrap an optimizer "
-            f"of torch.optim, or use {kind} without {wrapper}"
-        )
+        raise TypeError(f"{wrapper} wraps an optimizer of torch, not a {kind}")
     closure = inspect.signature(type(inner).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    why = ""
+    if hasattr(inner, "algorithm"):
+        why = "which communicates itself"
+    elif closure is not None and closure.default is inspect.Parameter.empty:
+        why = "whose step calls a closure several times, for gradients that no other rank has"
+    if why:
         raise TypeError(
-            f"{wrapper} cannot wrap {kind}, whose step calls a closure several times, for "
-            "gradients that no other rank has\n\nhint: wrap SGD, AdamW or another optimizer that "
-            "takes one step for one gradient"
+            f"{wrapper} cannot wrap {kind}, {why}\n\nhint: wrap SGD, AdamW or another optimizer of "
+            "torch that takes one step for one gradient"
         )
 
 
-def check_adam_options(
-    optimizer: str, group: Mapping[str, Any], where: str = "", *, with_gpu: bool = True
-) -> None:
-    """Check the options of a parameter group of an Adam-like optimizer.
-
-    Args:
-        optimizer: the name of the optimizer, for the message.
-        group: the parameter group.
-        where: follows the name of an option in the message, such as " of parameter group 0".
-        with_gpu: whether to check tensors on a GPU, which synchronizes with it.
-
-    Raises:
-        ValueError: an option is out of its range, of a wrong type, or not supported.
-    """
-    for name in UNSUPPORTED:
-        if group.get(name):
-            raise ValueError(
-                f"{name}={group[name]!r}{where} is not supported by {optimizer}\n\nhint: omit "
-                f"{name}, or wrap an optimizer of torch that supports it in gcnzc.optim.Averaged"
-            )
-    for name in RATES:
-        if with_gpu or not _is_on_gpu(group.get(name)):
-            check_at_least_zero(f"{name}{where}", group.get(name))
-    betas = group.get("betas")
-    check_pair(f"betas{where}", betas, "two numbers, such as (0.9, 0.999)")
-    _check_betas(betas, where, with_gpu=with_gpu, may_be_none=False)  # type: ignore[arg-type]
-    for name in ("maximize", "compress"):
-        _check_flag(f"{name}{where}", group.get(name, False))
-
-
-def check_inner_options(
+def check_options(
     group: Mapping[str, Any],
     defaults: Mapping[str, Any],
     where: str = "",
     *,
     with_gpu: bool = True,
 ) -> None:
-    """Check the options of a parameter group of an inner optimizer.
+    """Check the options of a parameter group.
 
     torch's optimizers check their arguments, but not the options of a single parameter group. `lr`,
     `eps`, `weight_decay` and `betas` are checked for their ranges. Other options whose default is a
@@ -173,78 +128,65 @@ def check_inner_options(
     Args:
         group: the parameter group.
         defaults: the default options of the optimizer.
-        where: see `check_adam_options`.
-        with_gpu: see `check_adam_options`.
+        where: follows the name of an option in the message, such as " of parameter group 0".
+        with_gpu: whether to check tensors on a GPU, which synchronizes with it.
 
     Raises:
         ValueError: an option is out of its range, or of a wrong type.
     """
     for name, value in group.items():
+        label, default = f"{name}{where}", defaults.get(name)
         if name == "params" or value is None or (_is_on_gpu(value) and not with_gpu):
             continue
-        default = defaults.get(name)
-        if name in RATES:
+        if name == "betas":
+            if not isinstance(value, tuple | list):
+                raise ValueError(f"{label} is {value!r}\n\nhint: give a tuple of numbers")
+            for index, beta in enumerate(value):
+                # Adafactor of transformers, for example, has None for no momentum
+                if beta is not None and (with_gpu or not _is_on_gpu(beta)):
+                    check_fraction(f"betas[{index}]{where}", beta)
+        elif name in RATES:
             # Adafactor, for example, has two numbers for eps
             if name == "lr" or not isinstance(value, tuple | list):
-                check_at_least_zero(f"{name}{where}", value)
-        elif name == "betas":
-            if not isinstance(value, tuple | list):
-                raise ValueError(f"betas{where} is {value!r}\n\nhint: give a tuple of numbers")
-            _check_betas(value, where, with_gpu=with_gpu)
+                check_at_least_zero(label, value)
         elif isinstance(default, bool):
-            _check_flag(f"{name}{where}", value)
+            if not isinstance(value, bool | int):
+                raise ValueError(f"{label} is {value!r}\n\nhint: give True or False")
         elif isinstance(default, int | float):
-            number = _number(value)
-            if number is None or math.isnan(number):
-                raise ValueError(f"{name}{where} is {value!r}\n\nhint: give a number")
+            check_range(label, value, lambda number: not math.isnan(number), "a number")
 
 
-def check_unsupported(optimizer: str, options: Mapping[str, object]) -> None:
-    """Check that all additional options are in `UNSUPPORTED`, and are off.
+def check_range(name: str, value: object, is_valid: Callable[[float], bool], hint: str) -> None:
+    """Check that `value` is a number in a range, or a tensor of one such number.
+
+    Args:
+        name: of the option.
+        value: of the option.
+        is_valid: whether a number is in the range; comparisons with NaN are False.
+        hint: the valid values, for the message.
 
     Raises:
-        ValueError: one of `UNSUPPORTED` is on.
-        TypeError: the name of an option is unknown.
+        ValueError: it is not.
     """
-    for name in options:
-        if name not in UNSUPPORTED:
-            raise TypeError(f"{optimizer} has no option {name!r}\n\nhint: see help({optimizer})")
-    off = {"lr": 0.0, "eps": 0.0, "weight_decay": 0.0, "betas": (0.0, 0.0)}
-    check_adam_options(optimizer, {**off, **options})
+    number = _number(value)
+    if number is None or not is_valid(number):
+        raise ValueError(f"{name} is {value!r}\n\nhint: give {hint}")
 
 
 def check_at_least_zero(name: str, value: object) -> None:
-    """Check that `value` is a finite number of at least 0, or a tensor of one such number.
-
-    Raises:
-        ValueError: it is not.
-    """
-    number = _number(value)
-    if number is None or not 0 <= number < math.inf:
-        raise ValueError(f"{name} is {value!r}\n\nhint: give a finite number of at least 0")
+    """Check that `value` is a finite number of at least 0; raises ValueError."""
+    check_range(name, value, lambda x: 0 <= x < math.inf, "a finite number of at least 0")
 
 
 def check_above_zero(name: str, value: object, most: float | None = None) -> None:
-    """Check that `value` is a finite number above 0, and at most `most` if that is given.
-
-    Raises:
-        ValueError: it is not.
-    """
-    number = _number(value)
-    if number is None or not 0 < number < math.inf or (most is not None and number > most):
-        valid = "a finite number above 0" if most is None else f"a number above 0, at most {most}"
-        raise ValueError(f"{name} is {value!r}\n\nhint: give {valid}")
+    """Check that `value` is a finite number above 0, and at most `most`; raises ValueError."""
+    hint = "a finite number above 0" if most is None else f"a number above 0, at most {most}"
+    check_range(name, value, lambda x: 0 < x < math.inf and (most is None or x <= most), hint)
 
 
 def check_fraction(name: str, value: object) -> None:
-    """Check that `value` is a number in [0, 1), such as a momentum.
-
-    Raises:
-        ValueError: it is not.
-    """
-    number = _number(value)
-    if number is None or not 0 <= number < 1:
-        raise ValueError(f"{name} is {value!r}\n\nhint: give a number in [0, 1)")
+    """Check that `value` is a number in [0, 1), such as a momentum; raises ValueError."""
+    check_range(name, value, lambda x: 0 <= x < 1, "a number in [0, 1)")
 
 
 def check_count(name: str, value: object, least: int = 0, most: float = math.inf) -> None:
@@ -261,64 +203,17 @@ def check_count(name: str, value: object, least: int = 0, most: float = math.inf
         raise ValueError(f"{name} is {value!r}\n\nhint: give a whole number {limits}")
 
 
-def check_range(name: str, value: object, is_valid: Callable[[float], bool], hint: str) -> None:
-    """Check that `value` is a number in a range.
-
-    Args:
-        name: of the option.
-        value: of the option.
-        is_valid: whether a number is in the range; comparisons with NaN are False.
-        hint: the valid values, for the message.
-
-    Raises:
-        ValueError: it is not.
-    """
-    number = _number(value)
-    if number is None or not is_valid(number):
-        raise ValueError(f"{name} is {value!r}\n\nhint: give {hint}")
-
-
-def check_pair(name: str, value: object, hint: str) -> None:
-    """Check that `value` is a tuple or list of two elements.
-
-    Raises:
-        ValueError: it is not; the message has `hint`, which describes the elements.
-    """
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        raise ValueError(f"{name} is {value!r}\n\nhint: give {hint}")
-
-
-def _check_betas(
-    betas: Iterable[object], where: str, *, with_gpu: bool, may_be_none: bool = True
-) -> None:
-    for index, beta in enumerate(betas):
-        # Adafactor of transformers, for example, has None for no momentum
-        is_none = beta is None and may_be_none
-        if not is_none and (with_gpu or not _is_on_gpu(beta)):
-            check_fraction(f"betas[{index}]{where}", beta)
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool | int):
-        raise ValueError(f"{name} is {value!r}\n\nhint: give True or False")
-
-
 def _is_on_gpu(value: object) -> bool:
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
 def _number(value: object) -> float | None:
-    if type(value) is float:
-        # checked first, because the other checks take longer, and `step` checks every option
-        return value
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 else None
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
-    if isinstance(value, int) and abs(value) >= 2**63:
-        # torch raises an OverflowError for it
-        return None
-    return float(value)
+    # torch raises an OverflowError for an integer of more than 64 bits
+    return None if isinstance(value, int) and abs(value) >= 2**63 else float(value)
 
 
 def _is_shard_of_replica(parameter: Any) -> bool:

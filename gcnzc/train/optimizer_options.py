@@ -4,7 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from gcnzc.optim.defaults import EAGER, FRAGMENTS, MAX_GOSSIP_RATE, MAX_SYNC_WINDOW, REFRESH, WARMUP
+from gcnzc.optim.defaults import (
+    EAGER,
+    FRAGMENTS,
+    MAX_GOSSIP_RATE,
+    MAX_SYNC_WINDOW,
+    REFRESH,
+    WARMUP_SHARE,
+)
 from gcnzc.train.options import (
     Options,
     at_most,
@@ -135,7 +142,7 @@ class OptimizerOptions(Options):
     threshold or sparseloco, which send a fraction of the values, such as topk:0.01; auto: sign for
     the onebit and zero-one optimizers, and else the default of --strategy: int2 for muloco, int8
     with stochastic rounding for fedglomo, and float32 for the others"""
-    warmup: str = f"{WARMUP.share:g}"
+    warmup: str = f"{WARMUP_SHARE:g}"
     """onebit optimizers: length of the warm-up with uncompressed gradients, as a fraction of the
     run's steps or a number of steps; auto ends it when the variance is stable, after a quarter of
     the run at most. zero-one-adam: length of the phase without local steps; auto: the whole run"""

@@ -9,7 +9,7 @@ import torch
 
 from gcnzc.features.cache import CachedTable
 from gcnzc.optim import DistributedOptimizer, DropCompute
-from gcnzc.optim.synchronous.compute_deadline import TOLERANCE
+from gcnzc.optim.compute_deadline import TOLERANCE
 from gcnzc.system import files, machine
 from gcnzc.train import record
 from gcnzc.train.config import TrainConfig

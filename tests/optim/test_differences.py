@@ -239,8 +239,8 @@ def test_a_parameter_of_another_shape_or_dtype_is_named(name, world_size):
                     parameter.grad = torch.ones_like(parameter)
             if step < 5:
                 step_all(optimizers)
-        expected = rf"^group 0, parameter {index} is {re.escape(str(shape))} torch.{dtype} on cpu "
-        expected += r"now, but was .* torch.float32 on cpu when \w+ was constructed\n\nhint: "
+        expected = rf"^group 0, parameter {index}: {re.escape(str(shape))} torch.{dtype} on cpu "
+        expected += r"now, but .* torch.float32 on cpu when \w+ was constructed\n\nhint: "
         with pytest.raises(ValueError, match=expected):
             step_all(optimizers)
 

@@ -560,7 +560,9 @@ def test_ranks_whose_models_differ_are_an_error():
 
     with pytest.raises(ValueError, match=r"ranks 0 and 2 differ: at line 1, .*\(2, 2\).*\(3, 2\)"):
         begin([nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 3)])
-    with pytest.raises(ValueError, match=r"at line 2, rank 0 has .* 1 \(2,\).* rank 1 has no line"):
+    with pytest.raises(
+        ValueError, match=r"at line 2, rank 0 has .* 1, .* \(2,\).* rank 1 has no line"
+    ):
         begin([nn.Linear(2, 2), nn.Linear(2, 2, bias=False)])
     models = [nn.Linear(2, 2), nn.Linear(2, 2)]
     for rank, model in enumerate(models):

@@ -133,7 +133,7 @@ def test_groups_may_be_added():
     optimizer = Muon(model[:3].parameters())
     with pytest.raises(ValueError, match=r"(?s)matrices and other parameters\n\nhint: add a group"):
         optimizer.add_param_group({"params": model[3].parameters()})
-    with pytest.raises(ValueError, match=r"(?s)parameter 0 .* the shape \(4,\)\n\nhint: Muon is"):
+    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
         optimizer.add_param_group({"params": model[3].bias, "use_muon": True})
     assert len(optimizer.param_groups) == 2
     optimizer.add_param_group({"params": [model[3].weight], "lr": 0.5})

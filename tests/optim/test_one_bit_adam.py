@@ -227,7 +227,7 @@ def test_all_ranks_clip_by_the_same_factor(warmup):
 
 def norms_until_frozen(norm_at, **options):
     """After how many steps the optimizers freeze if gradients have these norms; 0 if never."""
-    options = {"betas": (0.0, 0.9), "warmup": None, "warmup_range": (0, None), **options}
+    options = {"betas": (0.0, 0.9), "warmup": None, **options}
     models, optimizers = small_team(2, shapes=[(8,)], **options)
     for number in range(1, 200):
         for model in models:
@@ -245,13 +245,11 @@ def norms_until_frozen(norm_at, **options):
     [
         # the variance is compared every ten steps
         (lambda step: 1.0, {}, 30),
-        (lambda step: 1.0, {"warmup_range": (45, 100)}, 70),
         # neither growth nor decline is stable; the paper's rule would take the first for settled
         (lambda step: 1.05 ** (step / 10), {"total_steps": 1000}, 50),
-        (lambda step: 2.0**step, {"warmup_range": (0, 33)}, 33),
-        (lambda step: 1.0 if step <= 20 else 2.0, {"warmup_range": (0, 100)}, 70),
+        (lambda step: 2.0**step, {"total_steps": 132}, 33),
     ],
-    ids=["stable", "at least", "growing", "at most", "jump"],
+    ids=["stable", "growing", "at most"],
 )
 def test_it_freezes_by_itself_when_the_variance_is_stable(norm_at, options, expected):
     assert norms_until_frozen(norm_at, **options) == expected

@@ -12,7 +12,7 @@ from torch import nn
 from gcnzc.compress import RandomBlock, RandomK, Sign, Threshold, TopK
 from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import Averaged, OneBitAdam
-from gcnzc.optim.synchronous.averaged import step_on_supports
+from gcnzc.optim.averaged import step_on_supports
 
 CLASSES, FEATURES, RANKS = 10, 64, 8
 

@@ -88,17 +88,6 @@ def test_a_synchronization_precedes_each_variance_update(goes_on):
     assert ("gradient" in kinds[500:]) == goes_on
 
 
-def test_intervals_double_as_the_learning_rate_halves():
-    def step_size(step):
-        return min(1.0, step / 100) * 0.5 ** (max(0, step - 100) / 50)
-
-    schedule = ZeroOneSchedule(warmup=100, step_size=step_size, max_local_interval=8)
-    steps = (1, 100, 149, 150, 199, 200, 250, 900)
-    assert [schedule.local_interval(step) for step in steps] == [1, 1, 1, 2, 2, 4, 8, 8]
-    silent = ZeroOneSchedule(warmup=1, step_size=lambda step: float(step == 1))
-    assert silent.local_interval(2) == silent.max_local_interval
-
-
 def test_traffic_of_the_bert_schedule():
     steps, n, world_size = 118_000, 10**8, 16
     schedule = ZeroOneSchedule(warmup=12_500, local_doubling=32_678, max_local_interval=16)

@@ -12,7 +12,7 @@ from training import Listener, lines, planted, saved, stop_after, train_as_worke
 from gcnzc.cli.commands.train import summary_lines
 from gcnzc.loader.seeds import Shares
 from gcnzc.optim import Averaged, DropCompute
-from gcnzc.optim.synchronous.compute_clock import ComputeClock, SimulatedEvent
+from gcnzc.optim.compute_deadline import ComputeClock, SimulatedTime
 from gcnzc.train import run as train_module
 from gcnzc.train.accumulation import Accumulation
 from gcnzc.train.config import TrainConfig
@@ -163,7 +163,7 @@ class Scripted(ComputeClock):
 
     def record(self):
         self.time_s += 1
-        return SimulatedEvent(self.time_s)
+        return SimulatedTime(self.time_s)
 
 
 def use_drop_compute(threshold, patch=setattr):

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gcnzc.compress.reducer import describe_non_finite
 from gcnzc.exchange import Algorithm, Caller, Group, current_group, run
 from gcnzc.exchange.layout import hash_lines
 from gcnzc.exchange.sync import check_same
 from gcnzc.optim.embedding.row_exchange import RowGradients, exchange_counts, mean_of_rows
 from gcnzc.optim.group_options import option_lines
-from gcnzc.optim.validation import check_group, check_inner_options
+from gcnzc.optim.validation import check_group, check_options
 from gcnzc.system.arguments import THREADS_LIMIT, check_integer, check_kind, describe
 from gcnzc.system.array_file import read_arrays, read_meta, write_arrays
 from gcnzc.system.row_memory import DTYPES, allocate, check_writable, new_mapped_file
@@ -92,7 +93,7 @@ class RowOptimizer(Optimizer):
             check_group(group)
         if threads is not None:
             check_integer("threads", threads, 1, THREADS_LIMIT)
-        check_inner_options(defaults, defaults)
+        check_options(defaults, defaults)
         self.group = current_group() if group is None else group
         self.threads = threads
         self.weight = 1.0
@@ -136,11 +137,8 @@ class RowOptimizer(Optimizer):
     @property
     def state_bytes(self) -> int:
         """Bytes of the state of all tables."""
-        return sum(
-            state[name].numel() * state[name].element_size()
-            for state in self.state.values()
-            for name in self.state_names
-        )
+        states = self.state.values()
+        return sum(state[name].nbytes for state in states for name in self.state_names)
 
     def initialize(self, state: Tensor) -> None:
         """Set the initial values of a tensor of the state, which has zeros."""
@@ -188,7 +186,7 @@ class RowOptimizer(Optimizer):
             IndexError: a gather on a GPU used an id outside the table.
         """
         for number, group in enumerate(self.param_groups):
-            check_inner_options(group, self.defaults, f" of parameter group {number}")
+            check_options(group, self.defaults, f" of parameter group {number}")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -211,7 +209,7 @@ class RowOptimizer(Optimizer):
         hashes, bad, *num_rows = counts.T.tolist()
         if len(set(hashes)) > 1:
             yield from check_same(self._lines(), "embedding tables")
-        self.skip_reason = _describe_bad(bad)
+        self.skip_reason = describe_non_finite(bad) if any(bad) else ""
         if self.skip_reason:
             self.skipped += 1
             yield Caller(caller_before)
@@ -383,7 +381,7 @@ class RowOptimizer(Optimizer):
         missing = [name for name in self.defaults if name not in options]
         if missing:
             raise ValueError(f"{where} has no option {missing[0]}\n\nhint: was it edited?")
-        check_inner_options(options, self.defaults, f" of {where}")
+        check_options(options, self.defaults, f" of {where}")
         return options
 
 
@@ -411,10 +409,3 @@ def _named(tables: RowTable | Mapping[str, RowTable]) -> dict[str, RowTable]:
 
 def _describe(name: str) -> str:
     return f"table {name!r}" if name else "the table"
-
-
-def _describe_bad(counts: list[int]) -> str:
-    words = [f"rank {rank} has {count:,}" for rank, count in enumerate(counts) if count]
-    if not words:
-        return ""
-    return f"elements of the gradient that are not finite or too large: {', '.join(words)}"

@@ -12,79 +12,34 @@ the momentum, so error feedback corrects the compression error of a step in late
 
 Three changes to the paper concern sparse gradients, such as those of embeddings: elements with zero
 variance at the freeze are inactive until they have a gradient, then they have a warm-up of their
-own, and small variances are raised to a floor; see `gcnzc.optim.synchronous.inactive`.
+own, and small variances are raised to a floor; see `gcnzc.optim.inactive`.
 
 Notation: n elements, the first d of them in groups with `compress=False`.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gcnzc.compress import Compression, Sign
-from gcnzc.compress.registry import check_compression
+from gcnzc.compress import Compression
 from gcnzc.exchange import Algorithm
-from gcnzc.optim.defaults import REFRESH, WARMUP
+from gcnzc.optim.defaults import REFRESH, longest_warmup, warmup_steps
+from gcnzc.optim.inactive import InactiveElements
 from gcnzc.optim.state import Field, Number, Values
-from gcnzc.optim.synchronous.inactive import InactiveElements
-from gcnzc.optim.validation import check_count, check_fraction, check_pair
+from gcnzc.optim.validation import check_count, check_options
 from gcnzc.system.scalars import read_scalars
 
-# Detect when Adam's variance is stable, so that 1-bit Adam may freeze it.
-#
-# Tang et al. (2021) freeze when the variance's L1 norm is at least 0.96 times its value 1 / (1 -
-# beta2) steps earlier. This also holds while the norm still grows. Here the ratio must therefore
-# be near 1 from both sides for several checks, because a run whose variance is frozen too early
-# does not recover.
-
-
-@dataclass
-class FreezeRule:
-    """Decides when to freeze the variance.
-
-    The variance is equal on all ranks, so all ranks make the same decision.
-    """
-
-    beta2: float
-    least: int = 0
-    """number of steps before the first check, such as those of a learning rate warm-up"""
-    most: int | None = None
-    """largest number of steps before the freeze; None for no limit"""
-    tolerance: float = 0.04
-    """largest difference of the ratio from 1"""
-    patience: int = 2
-    """number of consecutive checks with a ratio within the tolerance"""
-    norms: list[float] = field(default_factory=list)
-    """L1 norm of the variance at each check"""
-
-    @property
-    def interval(self) -> int:
-        """Steps between checks: 1 / (1 - beta2), the averaging period of the variance."""
-        return max(1, round(1 / (1 - self.beta2)))
-
-    def is_due(self, step: int) -> bool:
-        """Return whether to check the norm after a step, counted from 1."""
-        return step % self.interval == 0 and step >= self.least
-
-    def should_freeze(self, step: int, norm: float | None) -> bool:
-        """Return whether to freeze the variance after a step.
-
-        Args:
-            step: the number of the step, counted from 1.
-            norm: L1 norm of the bias-corrected variance if `is_due(step)`, else None.
-        """
-        if norm is not None:
-            self.norms.append(norm)
-        if self.most is not None and step >= self.most:
-            return True
-        if norm is None or len(self.norms) <= self.patience:
-            return False
-        last = self.norms[-self.patience - 1 :]
-        return all(old > 0 and abs(new / old - 1) <= self.tolerance for old, new in pairwise(last))
+# An automatic warm-up ends when the L1 norm of the variance is stable. Tang et al. (2021) freeze
+# when it is at least 0.96 times its value 1 / (1 - b2) steps earlier. This also holds while the
+# norm still grows. Here the ratio must therefore be near 1 from both sides for several checks,
+# because a run whose variance is frozen too early does not recover.
+STABLE_TOLERANCE = 0.04
+"""largest difference of the ratio from 1"""
+STABLE_CHECKS = 2
+"""number of consecutive checks with a ratio within the tolerance"""
 
 
 class OneBitAdam(InactiveElements):
@@ -105,10 +60,9 @@ class OneBitAdam(InactiveElements):
         eps: added to the square root of the variance.
         weight_decay: coefficient of the decoupled weight decay, as in AdamW.
         warmup: the number of steps before the variance is frozen; 0 counts as 1. "default" is 0.15
-            of `total_steps`, or 100 if that is None. None freezes the variance once it is stable.
-        warmup_range: the limits of the warm-up length, in steps, if `warmup` is None. If the upper
-            limit is None, it is the smaller of 5 / (1 - beta2) and a quarter of `total_steps`, but
-            at least the lower limit.
+            of `total_steps`, or 100 if that is None. None freezes the variance once it is stable,
+            and at the latest after the smaller of 5 / (1 - beta2) steps and a quarter of
+            `total_steps`.
         refresh: refreshes of the variance begin `refresh`, 2 `refresh`, 4 `refresh`, ... steps
             after the freeze; 0 for none.
         refresh_steps: the number of steps of a refresh, which exchange gradients; `refresh` if that
@@ -142,9 +96,11 @@ class OneBitAdam(InactiveElements):
     """the first step of the next refresh"""
     refreshed_at: int
     """the final step of the previous refresh, or the step of the freeze"""
+    norms: list[float]
+    """L1 norm of the bias-corrected variance at each check of an automatic warm-up"""
     compared_options = (
         *InactiveElements.compared_options,
-        *("warmup", "rule_options", "refresh", "refresh_steps"),
+        *("warmup", "longest_warmup", "refresh", "refresh_steps"),
     )
 
     def __init__(
@@ -156,44 +112,29 @@ class OneBitAdam(InactiveElements):
         weight_decay: float = 0.01,
         *,
         warmup: int | str | None = "default",
-        warmup_range: tuple[int, int | None] = (0, None),
         refresh: int = REFRESH,
         refresh_steps: int = 16,
         compress: Compression | None = None,
-        bias_correction: bool = True,
-        reactivate: str = "step",
-        variance_floor: float = 1e-4,
         total_steps: int | None = None,
         **options: Any,
     ) -> None:
         check_count("refresh_steps", refresh_steps, 1)
         check_count("refresh", refresh)
-        check_pair("betas", betas, "two numbers, such as (0.9, 0.999)")
-        check_fraction("betas[1]", betas[1])
-        check_compression(compress)
-        self.warmup = choose_warmup(warmup, total_steps)
-        self.rule = FreezeRule(betas[1], *check_warmup_range(warmup_range))
-        if self.rule.most is None:
-            # compression must begin even if the variance never becomes stable
-            most = WARMUP.most_auto_steps(self.rule.interval, total_steps)
-            self.rule.most = max(most, self.rule.least)
-        self.rule_options = f"from {self.rule.least} to {self.rule.most} steps"
+        check_options({"betas": betas}, {})
+        self.warmup: Any = warmup_steps(total_steps) if warmup == "default" else warmup
+        if self.warmup is not None:
+            check_count("warmup", self.warmup)
+        self.check_interval = max(1, round(1 / (1 - betas[1])))
+        """steps between two checks of an automatic warm-up: the averaging period of the variance"""
+        self.longest_warmup = longest_warmup(self.check_interval, total_steps)
         self.refresh, self.refresh_steps = refresh, min(refresh_steps, refresh)
-        super().__init__(
-            params,
-            *(lr, betas, eps, weight_decay),
-            compress=compress or Sign(),
-            bias_correction=bias_correction,
-            reactivate=reactivate,
-            variance_floor=variance_floor,
-            total_steps=total_steps,
-            **options,
-        )
+        options |= {"compress": compress, "total_steps": total_steps}
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
 
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`."""
         numbers = [Number(self, name) for name in ("frozen_at", "next_refresh", "refreshed_at")]
-        return [*super().declare(), *numbers, Number(self.rule, "norms", [])]
+        return [*super().declare(), *numbers, Number(self, "norms", [])]
 
     def is_compressing(self, values: Values) -> bool:
         """See `InactiveElements`."""
@@ -282,12 +223,7 @@ class OneBitAdam(InactiveElements):
             self.note_inactive_gradients(total, self.steps + 1)
             self.has_inactive_gradient |= total > 0
         self.after_exchange(values, work)
-        if settling is not None:
-            self.average_settling(settling)
-            self.write_settling(settling)
-        for here, options in self.flat.slices():
-            if here.start < first:
-                self.update_moments(here, options, values, with_variance=True)
+        self.update_uncompressed(values, settling)
         self._mark_uncompressed_gradients(values)
 
     def before_exchange(self, momenta: Tensor) -> None:
@@ -312,13 +248,14 @@ class OneBitAdam(InactiveElements):
 
     def _is_stable(self) -> bool:
         """Whether the warm-up ends after this step."""
-        step, norm = self.steps + 1, None
+        step, beta2 = self.steps + 1, self.defaults["betas"][1]
         if self.warmup is not None:
-            return step >= self.warmup
-        if self.rule.is_due(step):
+            return bool(step >= self.warmup)
+        if step % self.check_interval == 0:
             norm = float(self.variance[self.flat.num_uncompressed :].double().sum())
-            norm /= 1 - self.rule.beta2**step
-        return self.rule.should_freeze(step, norm)
+            self.norms.append(norm / (1 - beta2**step))
+            return step >= self.longest_warmup or is_stable(self.norms)
+        return step >= self.longest_warmup
 
     def freeze(self) -> None:
         """Freeze the variance after this step, corrected for its bias, and begin to compress."""
@@ -346,24 +283,9 @@ class OneBitAdam(InactiveElements):
             self.next_refresh, self.refreshed_at = 2 * self.next_refresh - self.frozen_at, final
 
 
-def choose_warmup(warmup: int | str | None, total_steps: int | None) -> int | None:
-    """Return the number of steps of a warm-up; None if it ends once the variance is stable."""
-    if warmup == "default":
-        return WARMUP.warmup_steps(total_steps)
-    if isinstance(warmup, str):
-        raise ValueError(
-            f"warmup is {warmup!r}\n\nhint: give a number of steps, 'default', or None to end it "
-            "when the variance is stable"
-        )
-    if warmup is not None:
-        check_count("warmup", warmup)
-    return warmup
-
-
-def check_warmup_range(limits: tuple[int, int | None]) -> tuple[int, int | None]:
-    """Return the smallest and the largest length of a warm-up; raises ValueError."""
-    check_pair("warmup_range", limits, "the smallest and the largest length, such as (0, None)")
-    check_count("warmup_range[0]", limits[0])
-    if limits[1] is not None:
-        check_count("warmup_range[1]", limits[1], limits[0])
-    return limits
+def is_stable(norms: Sequence[float]) -> bool:
+    """Return whether the last ones of the norms of a variance differ little from each other."""
+    last = norms[-STABLE_CHECKS - 1 :]
+    return len(last) > STABLE_CHECKS and all(
+        old > 0 and abs(new / old - 1) <= STABLE_TOLERANCE for old, new in pairwise(last)
+    )

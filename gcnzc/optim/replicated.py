@@ -1,4 +1,4 @@
-"""The base class of gradient methods: exchange before the update, so the replicas stay equal.
+"""The base classes of gradient methods: exchange before the update, so the replicas stay equal.
 
 If a gradient element is not finite on any rank, or its square would overflow, all ranks skip a step
 with an exchange, and their state does not change.
@@ -20,9 +20,12 @@ from gcnzc.exchange import Algorithm, AllGather, Group
 from gcnzc.kernels.finite import mark_large, square_limit
 from gcnzc.optim.flat import Segment
 from gcnzc.optim.method import DistributedOptimizer, SkipStep
-from gcnzc.optim.state import Errors, Field, Vector
-from gcnzc.optim.validation import check_above_zero, check_adam_options
+from gcnzc.optim.state import Errors, Field, Kind, Values, Vector
+from gcnzc.optim.validation import check_above_zero
 from gcnzc.system.scalars import scalars_like
+
+UNSUPPORTED = ("amsgrad", "capturable", "differentiable", "foreach", "fused")
+"""options of torch's Adam that are accepted only if they are off"""
 
 
 class Replicated(DistributedOptimizer):
@@ -70,13 +73,11 @@ class Replicated(DistributedOptimizer):
         check_compression(gradient_compression, "gradient_compression")
         if getattr(gradient_compression, "has_feedback", False):
             raise ValueError(
-                f"gradient_compression is {gradient_compression}, which uses error feedback\n\n"
-                "hint: give a compression without error feedback"
+                f"gradient_compression is {gradient_compression}, which uses error feedback"
             )
         self.clip_norm, self.gradient_compression = clip_norm, gradient_compression or Dense()
-        super().__init__(
-            params, {"compress": True, "maximize": False, **defaults}, group, **options
-        )
+        defaults = {"compress": True, "maximize": False, **defaults}
+        super().__init__(params, defaults, group, **options)
 
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`."""
@@ -90,7 +91,14 @@ class Replicated(DistributedOptimizer):
         self, group: Mapping[str, Any], where: str = "", *, with_gpu: bool = True
     ) -> None:
         """See `DistributedOptimizer`."""
-        check_adam_options(type(self).__name__, group, where, with_gpu=with_gpu)
+        for name in UNSUPPORTED:
+            if group.get(name):
+                raise ValueError(
+                    f"{name}={group[name]!r}{where} is not supported by {self.name}\n\nhint: omit "
+                    f"{name}, or wrap an optimizer of torch that supports it in "
+                    "gcnzc.optim.Averaged"
+                )
+        super().check_options(group, where, with_gpu=with_gpu)
 
     def take_step(self) -> Algorithm[None]:
         """See `DistributedOptimizer`."""
@@ -153,9 +161,7 @@ class Replicated(DistributedOptimizer):
         flags = scalars_like(self.flat.have_gradients(), values)
         sums = yield from self.mean(values, "gradients", self.add_pending(values, flags))
         self.had_gradient |= torch.tensor(sums) > 0
-        if self.clip_norm is not None:
-            gradients = values[: self.flat.num_elements]
-            self._clip(gradients, gradients.double().square().sum(), self.clip_norm)
+        self.clip_own_gradients(values)
 
     def add_pending(self, values: Tensor, flags: Tensor) -> Tensor:
         """Add gradients of earlier steps to those of this rank, if there are any.
@@ -177,25 +183,25 @@ class Replicated(DistributedOptimizer):
         other rank.
         """
         if self.clip_norm is not None:
-            gradients = values[: self.flat.num_elements]
-            squares = yield AllGather(gradients.double().square().sum()[None])
-            self._clip_finite(gradients, sum(squares.unbind()) / len(squares), self.clip_norm)
+            squares = yield AllGather(self._square_norm(values)[None])
+            self._clip(values, (sum(squares.unbind()) / len(squares)).reshape(()), self.clip_norm)
 
     def clip_own_gradients(self, values: Tensor) -> None:
-        """Clip the gradients (n,) of this rank by their own norm, without communication."""
+        """Clip gradients (n,) by their own norm, without communication."""
         if self.clip_norm is not None:
-            gradients = values[: self.flat.num_elements]
-            self._clip_finite(gradients, gradients.double().square().sum(), self.clip_norm)
+            self._clip(values, self._square_norm(values), self.clip_norm)
 
-    def _clip_finite(self, gradients: Tensor, square: Tensor, largest: float) -> None:
-        """Clip gradients unless their squared norm (1,) or () is not finite.
+    def _square_norm(self, values: Tensor) -> Tensor:
+        return values[: self.flat.num_elements].double().square().sum()
 
-        The exchange that follows detects gradients that are not finite, and names the rank.
+    def _clip(self, values: Tensor, square: Tensor, largest: float) -> None:
+        """Scale gradients (n,) in place, whose squared norm is () float64, to a norm of `largest`.
+
+        If the norm is not finite, they are unchanged: the exchange that follows detects elements
+        that are not finite, and names the rank.
         """
-        self._clip(gradients, square.where(square.isfinite(), 0.0).reshape(()), largest)
-
-    def _clip(self, gradients: Tensor, square: Tensor, largest: float) -> None:
-        """Scale gradients in place, whose squared norm is () float64, to a norm of `largest`."""
+        gradients = values[: self.flat.num_elements]
+        square = square.where(square.isfinite(), 0.0)
         if square.device.type == "cpu":
             norm = float(square) ** 0.5
             if norm > largest:
@@ -210,3 +216,112 @@ class Replicated(DistributedOptimizer):
         for segment, had in zip(self.flat.segments, self.had_gradient.tolist(), strict=True):
             if had:
                 yield segment
+
+
+class AdamMethod(Replicated):
+    """The base class of gradient methods with Adam's momentum and variance.
+
+        m <- b1 m + (1 - b1) g     v <- b2 v + (1 - b2) g^2
+        x <- x - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^u)) + eps) + weight_decay x)
+
+    Here t is the number of the step, and u the number of updates of the variance v.
+
+    Args:
+        params: see `Replicated`.
+        lr: the learning rate.
+        betas: coefficients of the running averages of the gradient and its square.
+        eps: added to the square root of the variance.
+        weight_decay: coefficient of the decoupled weight decay, as in AdamW.
+        bias_correction: whether momentum and variance are corrected for their bias.
+        maximize: whether to maximize the objective instead of minimizing it.
+        options: see `Replicated`, and those of torch's Adam that are accepted only if they are off:
+            `amsgrad`, `foreach`, `fused`, `capturable`, `differentiable`.
+    """
+
+    momentum: Tensor
+    variance: Tensor
+    compared_options = (*Replicated.compared_options, "bias_correction")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        *,
+        bias_correction: bool = True,
+        maximize: bool = False,
+        **options: Any,
+    ) -> None:
+        self.bias_correction = bias_correction
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        requested = {name: options.pop(name, None) for name in UNSUPPORTED}
+        defaults |= {name: value for name, value in requested.items() if value}
+        super().__init__(params, {**defaults, "maximize": maximize}, **options)
+
+    def declare(self) -> list[Field]:
+        """See `DistributedOptimizer`."""
+        count, kind = self.flat.num_elements, self.momentum_kind
+        return [
+            *super().declare(),
+            Vector(self, "momentum", count, kind=kind, resize="mean"),
+            Vector(self, "variance", count, least=0),
+        ]
+
+    def momentum_kind(self, values: Values) -> Kind:
+        """Return whether the momenta are equal on all ranks now."""
+        return "shared"
+
+    @abstractmethod
+    def num_updates(self, here: slice) -> int | None:
+        """Return the number of updates of the variance of a group's elements.
+
+        None if `variance` is corrected for its bias already.
+        """
+
+    def update_moments(
+        self, here: slice, options: Mapping[str, Any], values: Tensor, *, with_variance: bool
+    ) -> None:
+        """Update a group's momenta with mean gradients (n,), and the variance if wanted."""
+        (beta1, beta2), gradient = options["betas"], values[here]
+        self.momentum[here].lerp_(gradient, 1 - beta1)
+        if with_variance:
+            self.variance[here].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+
+    def step_size(self, options: Mapping[str, Any]) -> float:
+        """Return the learning rate of the next step, with the bias correction of the momentum."""
+        size = float(options["lr"])
+        if self.bias_correction:
+            size /= 1 - options["betas"][0] ** (self.steps + 1)
+        return size
+
+    def write_roots(self, here: slice, options: Mapping[str, Any], out: Tensor) -> None:
+        """Write the denominator of Adam's update, sqrt(V) + eps, of a group's elements."""
+        torch.sqrt(self.variance[here], out=out)
+        if self.bias_correction and (count := self.num_updates(here)) is not None:
+            out /= (1 - options["betas"][1] ** count) ** 0.5
+        out += options["eps"]
+
+    def move_parameters(self, work: Tensor, end: int | None = None) -> None:
+        """Take Adam's step with the first `end` elements, by default all; `work` is overwritten."""
+        end = self.flat.num_elements if end is None else end
+        for here, options in self.flat.slices():
+            if here.stop <= end:
+                self.write_roots(here, options, work[here])
+        for segment in self.trained():
+            if segment.here.stop <= end:
+                shape, options = segment.parameter.shape, segment.options
+                momentum = self.momentum[segment.here].view(shape)
+                self.move(segment.parameter, momentum, work[segment.here].view(shape), options)
+
+    def move(
+        self, parameter: Tensor, momentum: Tensor, root: Tensor, options: Mapping[str, Any]
+    ) -> None:
+        """Take Adam's step with one parameter."""
+        size = self.step_size(options)
+        parameter.mul_(1 - float(options["lr"]) * options["weight_decay"])
+        if parameter.dtype == momentum.dtype:
+            parameter.addcdiv_(momentum, root, value=-size)
+        else:
+            parameter -= (momentum / root * size).to(parameter.dtype)

@@ -21,26 +21,121 @@ before a variance update synchronizes, so that one mean gradient updates both m 
 
 Elements with zero variance are inactive until the ranks exchange their gradients. Then their
 gradients are exchanged in every step, also in local ones, until their variance has settled; see
-`gcnzc.optim.synchronous.inactive`.
+`gcnzc.optim.inactive`.
 
 Notation: n elements, the first d of them in groups with `compress=False`, k extras.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from gcnzc.compress import Compression, Dense, Sign
-from gcnzc.compress.registry import check_compression
+from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, run
 from gcnzc.kernels.finite import are_finite
+from gcnzc.optim.defaults import WARMUP_STEPS, warmup_steps
+from gcnzc.optim.inactive import InactiveElements, SettlingElements
 from gcnzc.optim.method import SkipStep, identify_caller
 from gcnzc.optim.state import Field, Kind, Number, Values, Vector
-from gcnzc.optim.synchronous.inactive import InactiveElements, SettlingElements
-from gcnzc.optim.synchronous.zero_one_schedule import Exchange, ZeroOneSchedule
-from gcnzc.system.arguments import check_kind
+from gcnzc.optim.validation import check_count
+from gcnzc.system.arguments import check_flag
+
+Exchange: TypeAlias = Literal["gradient", "update", "nothing"]
+LOCAL_WINDOWS = 4
+"""number of parts of a run by default; the synchronization interval doubles after each"""
+
+
+@dataclass(frozen=True)
+class ZeroOneSchedule:
+    """The schedule of 0/1 Adam: what is exchanged at each step, counted from 1.
+
+    In the warm-up the ranks exchange gradients or updates at every step. After it they synchronize
+    their updates every 1, 2, 4, ... steps, up to `max_local_interval`, and take local steps in
+    between. The interval doubles after every `local_doubling` steps, so that the first of them have
+    no local step. The schedule depends only on the number of the step.
+
+    Raises:
+        ValueError: an option is out of range.
+        TypeError: `updates_variance_after_warmup` is not a flag.
+    """
+
+    warmup: int | None = WARMUP_STEPS
+    """number of first steps that all exchange; should cover a learning rate warm-up; None for no
+    local steps at all"""
+    variance_doubling: int = 16
+    """number of variance updates after which the interval between them doubles"""
+    local_doubling: int = 100
+    """number of steps after which the synchronization interval doubles, after the warm-up"""
+    max_local_interval: int = 4
+    """largest synchronization interval, in steps; a power of two"""
+    updates_variance_after_warmup: bool = False
+    """whether the variance is also updated after the warm-up"""
+
+    def __post_init__(self) -> None:
+        if self.warmup is not None:
+            # the first step initializes the variance
+            check_count("warmup", self.warmup, 1)
+        for name in ("variance_doubling", "local_doubling", "max_local_interval"):
+            check_count(name, getattr(self, name), 1)
+        if self.max_local_interval & (self.max_local_interval - 1):
+            raise ValueError(
+                f"max_local_interval is {self.max_local_interval}\n\nhint: give a power of two"
+            )
+        check_flag("updates_variance_after_warmup", self.updates_variance_after_warmup)
+
+    @classmethod
+    def for_run(
+        cls, total_steps: int | None = None, warmup: int | str | None = "default"
+    ) -> "ZeroOneSchedule":
+        """Return the default schedule.
+
+        Args:
+            total_steps: the number of steps of the run. The warm-up is 0.15 of it, and the
+                synchronization interval doubles after each quarter of it. If None, the warm-up is
+                100 steps, and the interval doubles every 100 steps.
+            warmup: the number of warm-up steps if not "default"; None for no local steps.
+        """
+        options: dict[str, Any] = {
+            "warmup": warmup_steps(total_steps) if warmup == "default" else warmup
+        }
+        if total_steps is not None:
+            check_count("total_steps", total_steps, 1)
+            options["local_doubling"] = max(1, total_steps // LOCAL_WINDOWS)
+        return cls(**options)
+
+    def exchange(self, step: int) -> Exchange:
+        """Return what is exchanged at a step: "gradient", "update" or "nothing"."""
+        if self.updates_variance(step):
+            return "gradient"
+        # also before a variance update, which needs all ranks' gradients at the same parameters
+        is_due = step % self.local_interval(step) == 0 or self.updates_variance(step + 1)
+        return "update" if is_due else "nothing"
+
+    def updates_variance(self, step: int) -> bool:
+        """Return whether the variance is updated at a step."""
+        is_after_warmup = self.warmup is not None and step > self.warmup
+        if is_after_warmup and not self.updates_variance_after_warmup:
+            return False
+        interval = self.variance_interval(step)
+        return (step - 1 - self.variance_doubling * (interval - 1)) % interval == 0
+
+    def variance_interval(self, step: int) -> int:
+        """Return the steps to the next variance update.
+
+        After update j, counted from 0, it is 2^floor(j / variance_doubling).
+        """
+        # the interval 2^i begins after variance_doubling (1 + 2 + ... + 2^(i - 1)) steps
+        return 1 << ((step - 1) // self.variance_doubling + 1).bit_length() - 1
+
+    def local_interval(self, step: int) -> int:
+        """Return the synchronization interval; steps that are its multiples synchronize."""
+        if self.warmup is None or step <= self.warmup:
+            return 1
+        doublings = (step - self.warmup - 1) // self.local_doubling
+        return min(1 << min(doublings, 62), self.max_local_interval)
 
 
 class ZeroOneAdam(InactiveElements):
@@ -93,7 +188,7 @@ class ZeroOneAdam(InactiveElements):
     """s of each compressed parameter group"""
     num_nonfinite: int
     """number of local steps of this rank in which its gradient was not finite or too large"""
-    compared_options = (*InactiveElements.compared_options, "schedule_layout")
+    compared_options = (*InactiveElements.compared_options, "schedule")
     reducer_name = "update"
 
     def __init__(
@@ -106,42 +201,22 @@ class ZeroOneAdam(InactiveElements):
         *,
         schedule: ZeroOneSchedule | None = None,
         compress: Compression | None = None,
-        bias_correction: bool = True,
-        reactivate: str = "step",
-        variance_floor: float = 1e-4,
         total_steps: int | None = None,
         **options: Any,
     ) -> None:
-        hint = "schedule=ZeroOneSchedule(warmup=100), or None for the default"
         self.schedule = ZeroOneSchedule.for_run(total_steps) if schedule is None else schedule
-        check_kind("schedule", self.schedule, ZeroOneSchedule, hint)
-        self.schedule_layout = self.schedule.layout()
-        check_compression(compress)
-        super().__init__(
-            params,
-            *(lr, betas, eps, weight_decay),
-            compress=compress or Sign(),
-            bias_correction=bias_correction,
-            reactivate=reactivate,
-            variance_floor=variance_floor,
-            total_steps=total_steps,
-            **options,
-        )
+        options |= {"compress": compress, "total_steps": total_steps}
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
 
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`."""
         count, groups = self.flat.num_elements, list(self.flat.slices(self.flat.num_uncompressed))
-
-        def only_with(other: str) -> dict[str, Any]:
-            return {
-                "is_optional": True,
-                "is_valid": lambda _, values: values.get(other) is not None,
-            }
-
+        own: dict[str, Any] = {"kind": "local", "resize": "mean"}
         return [
             *super().declare(),
-            Vector(self, "anchor", count, **only_with("accumulated")),
-            Vector(self, "accumulated", count, kind="local", resize="mean", **only_with("anchor")),
+            # both or neither
+            Vector(self, "anchor", count, exists=lambda values: _has(values, "accumulated")),
+            Vector(self, "accumulated", count, exists=lambda values: _has(values, "anchor"), **own),
             Number(self, "num_variance_updates"),
             Number(self, "lr_sums", [0.0] * len(groups), length=len(groups)),
             Number(self, "num_nonfinite", kind="local"),
@@ -213,13 +288,9 @@ class ZeroOneAdam(InactiveElements):
             self._take_local_step(values)
         else:
             yield from self._exchange_updates(values)
+        self.update_uncompressed(values, settling)
         if settling is not None:
-            self.average_settling(settling)
             self._move_settling(settling)
-            self.write_settling(settling)
-        for here, options in self.flat.slices():
-            if here.start < first:
-                self.update_moments(here, options, values, with_variance=True)
         self.move_parameters(values, end=first)
         if not self.is_out_of_sync:
             self.join_settled()
@@ -419,3 +490,7 @@ class ZeroOneAdam(InactiveElements):
 def _decay_factor(options: Mapping[str, Any]) -> float:
     """Return the factor of the parameters by weight decay in the next step."""
     return 1 - float(options["lr"]) * options["weight_decay"]
+
+
+def _has(values: Values, name: str) -> bool:
+    return values.get(name) is not None

@@ -3,10 +3,14 @@
 In synchronous training, every step takes as long as that of the slowest rank. With DropCompute,
 each rank accumulates the gradients of up to M micro-batches, but begins no other forward or
 backward pass after a threshold. The gradients are averaged over the micro-batches that the ranks
-have computed.
+have computed:
+
+    g_i <- sum of the gradients of the first k_i micro-batches of rank i, until the threshold
+    g   <- mean of g_i / M over the ranks, divided by the mean of k_i / M
 
 Niv Giladi et al., "DropCompute: simple and more robust distributed synchronous training via compute
-variance reduction", https://arxiv.org/abs/2306.10598.
+variance reduction", https://arxiv.org/abs/2306.10598. `gcnzc.optim.compute_deadline` has the
+threshold.
 
 Notation: W ranks, M micro-batches.
 """
@@ -21,11 +25,10 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Compression
 from gcnzc.exchange import Algorithm, Group
+from gcnzc.optim.averaged import Averaged, GradientMeans
+from gcnzc.optim.compute_deadline import CALIBRATION, MAX_DROPPED, ComputeClock, ComputeDeadline
 from gcnzc.optim.method import identify_caller
 from gcnzc.optim.state import Field, Number
-from gcnzc.optim.synchronous.averaged import Averaged, GradientMeans
-from gcnzc.optim.synchronous.compute_clock import ComputeClock
-from gcnzc.optim.synchronous.compute_deadline import CALIBRATION, MAX_DROPPED, ComputeDeadline
 from gcnzc.optim.validation import check_inner
 
 T = TypeVar("T")
@@ -57,8 +60,9 @@ class DropCompute(Averaged):
     If `threshold` is "auto", the steps of `calibration` are timed, with nothing dropped. Then all
     ranks select the threshold that maximizes the samples computed per second, among those that drop
     at most `max_dropped` of the micro-batches. If more than 1.5 times `max_dropped` is dropped in
-    the next `calibration[1]` steps, or in as many steps after them, the measurement begins again. A
-    single rank selects no threshold.
+    the next `calibration[1]` steps, or in as many steps after them, the measurement begins again.
+    It also begins again when a run is resumed, which may have other machines. A single rank selects
+    no threshold.
 
     The model must not communicate in its forward or backward pass, since the ranks compute
     different numbers of micro-batches. BatchNorm updates its running statistics in each forward
@@ -74,7 +78,7 @@ class DropCompute(Averaged):
         calibration: the first and the last step that "auto" times, counted from 1.
         max_dropped: the largest fraction of the micro-batches that "auto" may drop.
         clock: times the micro-batches; that of the parameters' device if None. Simulations use a
-            `gcnzc.optim.synchronous.compute_clock.SimulatedClock`.
+            `gcnzc.optim.compute_deadline.SimulatedClock`.
         compress: see `Averaged`.
         clip_norm: see `Averaged`.
         module: see `DistributedOptimizer`; also checked for `SyncBatchNorm`.
@@ -85,7 +89,7 @@ class DropCompute(Averaged):
     """
 
     accepts_ddp = False
-    # the ranks have measured other times
+    # the ranks count different micro-batches
     may_share = False
     dropped_micro_batches: int
     """number of micro-batches that this rank has dropped"""
@@ -93,8 +97,6 @@ class DropCompute(Averaged):
     """number of micro-batches that this rank has computed"""
     dropped_of_all: float
     """number of micro-batches that were dropped, the mean over the ranks"""
-    num_ranks: int
-    """the number of ranks that saved the state"""
 
     def __init__(
         self,
@@ -112,8 +114,14 @@ class DropCompute(Averaged):
         module: nn.Module | None = None,
     ) -> None:
         check_inner(type(self).__name__, inner)
-        if module is not None:
-            _check_no_communication(module)
+        for name, each in module.named_modules() if module is not None else ():
+            if isinstance(each, nn.SyncBatchNorm):
+                where = f"module {name!r} is" if name else "the model is"
+                raise ValueError(
+                    f"{where} a SyncBatchNorm, which communicates in each micro-batch, but the "
+                    "ranks compute different numbers of them\n\nhint: use BatchNorm, whose "
+                    "statistics `finalize` averages"
+                )
         clock = clock or ComputeClock(inner.param_groups[0]["params"][0].device)
         self.deadline = ComputeDeadline(micro_batches, threshold, calibration, max_dropped, clock)
         """the current threshold, and the times from which it follows"""
@@ -122,6 +130,15 @@ class DropCompute(Averaged):
         )
         self.num_common_extras += NUM_COUNTS
         self._begin_step()
+
+    def declare(self) -> list[Field]:
+        """See `DistributedOptimizer`."""
+        return [
+            *super().declare(),
+            Number(self, "dropped_of_all", 0.0),
+            Number(self, "dropped_micro_batches", kind="local"),
+            Number(self, "computed_micro_batches", kind="local"),
+        ]
 
     def _begin_step(self) -> None:
         """Reset the counts of a step."""
@@ -161,12 +178,15 @@ class DropCompute(Averaged):
         limit = self.deadline.micro_batches
         count = len(batches) if isinstance(batches, Sized) else None
         if sizes is not None:
-            _check_sizes(sizes, count)
+            if count not in (None, len(sizes)):
+                raise ValueError(f"{len(sizes)} sizes for {count} micro-batches")
+            if not all(0 <= size < math.inf for size in sizes):
+                raise ValueError(f"sizes are {list(sizes)}, not finite numbers of at least 0")
             count = len(sizes)
         if count is not None and count > limit:
             raise ValueError(
                 f"{count} micro-batches for a step of at most {limit}\n\nhint: give each step its "
-                f"part, or {type(self).__name__} a larger micro_batches"
+                f"part, or {self.name} a larger micro_batches"
             )
         return self._iterate(batches, limit if count is None else count, sizes)
 
@@ -188,7 +208,7 @@ class DropCompute(Averaged):
                 # `backward` has dropped it
                 self._size -= size
                 return
-            self.deadline.end_part()
+            self.deadline.end_micro_batch()
             if number < count and self.deadline.is_over():
                 return
         # an iterator may have had fewer than `count`
@@ -213,14 +233,6 @@ class DropCompute(Averaged):
         loss.backward()
         return True
 
-    def layout_lines(self) -> list[str]:
-        """See `DistributedOptimizer`."""
-        return [f"DropCompute({self.deadline.describe()})", *super().layout_lines()]
-
-    def common_extras(self) -> list[float]:
-        """Return the common extras, the missing sizes and the dropped micro-batches."""
-        return [*super().common_extras(), *self._own_counts]
-
     @identify_caller
     def algorithm(self) -> Algorithm[None]:
         """See `DistributedOptimizer`: a step of `Averaged`, then the selection of a threshold.
@@ -231,10 +243,10 @@ class DropCompute(Averaged):
         """
         if not self._is_accumulated:
             raise ValueError(
-                f"{type(self).__name__}: `micro_batches` was not iterated since the last step, so "
-                "the number of accumulated gradients is not known\n\nhint: compute the gradients "
-                "in `for batch in optimizer.micro_batches(batches): optimizer.backward(loss)`, and "
-                "then call `step`"
+                f"{self.name}: `micro_batches` was not iterated since the last step, so the number "
+                "of accumulated gradients is not known\n\nhint: compute the gradients in `for "
+                "batch in optimizer.micro_batches(batches): optimizer.backward(loss)`, and then "
+                "call `step`"
             )
         weight, limit = self.weight, self.deadline.micro_batches
         dropped = self._offered - self._computed
@@ -254,74 +266,29 @@ class DropCompute(Averaged):
         self._begin_step()
         yield from self.deadline.end_step(mean_dropped / limit)
 
+    def common_extras(self) -> list[float]:
+        """Return the common extras, the missing sizes and the dropped micro-batches."""
+        return [*super().common_extras(), *self._own_counts]
+
     def _exchange_gradients(self) -> Algorithm[GradientMeans]:
-        flags = yield from super()._exchange_gradients()
-        *_, missing, dropped = flags.shares
+        means = yield from super()._exchange_gradients()
+        *_, missing, dropped = means.shares
         self._mean_counts = (missing, dropped)
-        return flags
+        return means
 
     def _inner_step(self) -> None:
         missing, _ = self._mean_counts
         kept = 1 - missing / self.deadline.micro_batches
         # nothing is kept if no rank had a micro-batch
         if kept > 0 and kept != 1:
-            for _, parameter in self.gradients.named:
+            for parameter in self.trained:
                 if parameter.grad is not None:
                     parameter.grad.div_(kept)
         super()._inner_step()
 
-    def declare(self) -> list[Field]:
+    def layout_lines(self) -> list[str]:
         """See `DistributedOptimizer`."""
-        return [
-            *super().declare(),
-            Number(self, "dropped_of_all", 0.0),
-            Number(self, "num_ranks", self.group.world_size, least=1),
-            Number(self, "dropped_micro_batches", kind="local"),
-            Number(self, "computed_micro_batches", kind="local"),
-            *self.deadline.declare(),
-        ]
-
-    def on_load(self) -> None:
-        """See `DistributedOptimizer`.
-
-        After `resize_state` for another number of ranks, "auto" measures the steps again.
-        """
-        super().on_load()
-        self.deadline.on_load(is_resized=self.num_ranks != self.group.world_size)
-        self.num_ranks = self.group.world_size
+        return [f"DropCompute({self.deadline.describe()})", *super().layout_lines()]
 
     def __repr__(self) -> str:
         return f"DropCompute({self.deadline.describe()}) of {super().__repr__()}"
-
-
-def _check_sizes(sizes: Sequence[float], count: int | None) -> None:
-    """Check that sizes are finite, at least 0, and as many as the micro-batches.
-
-    Raises:
-        ValueError: they are not.
-    """
-    if count is not None and len(sizes) != count:
-        raise ValueError(
-            f"{len(sizes)} sizes for {count} micro-batches\n\nhint: give one size for each"
-        )
-    if not all(0 <= size < math.inf for size in sizes):
-        raise ValueError(
-            f"sizes are {list(sizes)}\n\nhint: give finite numbers of at least 0, such as numbers "
-            "of samples divided by that of a full micro-batch"
-        )
-
-
-def _check_no_communication(module: nn.Module) -> None:
-    """Check that a model has no layers that communicate.
-
-    Raises:
-        ValueError: it has SyncBatchNorm.
-    """
-    for name, each in module.named_modules():
-        if isinstance(each, nn.SyncBatchNorm):
-            where = f"module {name!r} is" if name else "the model is"
-            raise ValueError(
-                f"{where} a SyncBatchNorm, which communicates in each micro-batch, but the ranks "
-                "compute different numbers of them\n\nhint: use BatchNorm, whose statistics "
-                "`finalize` averages"
-            )

@@ -19,7 +19,7 @@ C is an exponential average with trust_beta over the T steps in which |x| and |u
 the freeze it is divided by 1 - trust_beta^T, unless bias_correction is off. With weight decay, f
 applies only to the fraction of u that is not decay. The scaling k gives all tensors the same
 magnitude while they are compressed. Elements that never had a gradient are inactive as in
-`gcnzc.optim.synchronous.inactive`; a tensor with zero momentum at the freeze is inactive as a
+`gcnzc.optim.inactive`; a tensor with zero momentum at the freeze is inactive as a
 whole. While a tensor has elements that are settling, its c and C are computed as in the warm-up,
 and a new tensor gets its k when they have settled. After elements have begun late, C f is at most
 2 c: their gradients may increase those of other tensors, whose C no longer fits.
@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 
 from gcnzc.optim.flat import Segment
-from gcnzc.optim.state import Field, Values, Vector
-from gcnzc.optim.synchronous.one_bit_adam import OneBitAdam
-from gcnzc.optim.validation import check_above_zero, check_fraction, check_pair
+from gcnzc.optim.one_bit_adam import OneBitAdam
+from gcnzc.optim.state import Field, Vector
+from gcnzc.optim.validation import check_above_zero, check_fraction
 
 # largest k: a tensor whose momentum has almost vanished must not dominate the others when it grows
 MAX_SCALING = 1e6
@@ -101,12 +101,10 @@ class OneBitLamb(OneBitAdam):
         **options: Any,
     ) -> None:
         for name, limits in {"trust_range": trust_range, "factor_range": factor_range}.items():
-            hint = "the smallest value, above 0, and the largest"
-            check_pair(name, limits, hint)
             for index, limit in enumerate(limits):
                 check_above_zero(f"{name}[{index}]", limit)
             if limits[0] > limits[1]:
-                raise ValueError(f"{name} is {limits}\n\nhint: give {hint}")
+                raise ValueError(f"{name} is {limits}\n\nhint: give the smaller value first")
         check_fraction("trust_beta", trust_beta)
         check_fraction("factor_change", factor_change)
         self.trust_range, self.trust_beta = trust_range, trust_beta
@@ -116,15 +114,12 @@ class OneBitLamb(OneBitAdam):
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`."""
         count, number = self.flat.num_elements, len(self.flat.segments)
-
-        def num_fresh(values: Values) -> int:
-            return count if values.get("frozen_at", 0) else 0
-
         each = [
             Vector(self, name, number, torch.float64, least=0, initial=initial)
             for name, initial in {"trust": 0, "trust_weight": 0, "factor": 1, "scaling": 0}.items()
         ]
-        return [*super().declare(), *each, Vector(self, "fresh", num_fresh, least=0)]
+        fresh = Vector(self, "fresh", lambda values: count * bool(values["frozen_at"]), least=0)
+        return [*super().declare(), *each, fresh]
 
     @property
     def scale_elements(self) -> int | None:
@@ -328,7 +323,7 @@ class OneBitLamb(OneBitAdam):
         least, most = last * (1 - self.factor_change), last * (1 + self.factor_change)
         last.copy_(factor.clamp(least, most))
         frozen = kept.where(weight > 0, 1.0) * last
-        if self.has_late_elements:
+        if self.reactivate_from:
             # their gradients may increase those of all tensors, whose averages no longer fit
             frozen = torch.minimum(frozen, MAX_LATE_RATIO * trust)
         return torch.where(is_frozen, frozen, trust)

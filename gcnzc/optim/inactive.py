@@ -39,14 +39,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gcnzc.compress import Compression, Reducer
+from gcnzc.compress import Compression, Reducer, Sign
+from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm
 from gcnzc.kernels.finite import are_finite, square_limit
 from gcnzc.optim.flat import Segment
 from gcnzc.optim.method import SkipStep
-from gcnzc.optim.state import Errors, Field, Kind, Number, Values, Vector
-from gcnzc.optim.synchronous.gradient import Replicated
-from gcnzc.optim.validation import UNSUPPORTED, check_at_least_zero, check_unsupported
+from gcnzc.optim.replicated import AdamMethod
+from gcnzc.optim.state import Errors, Field, Number, Values, Vector
+from gcnzc.optim.validation import check_at_least_zero
+from gcnzc.system.arguments import check_choice
 
 # upper limit of the minimum distance, in steps, between gradient steps that reactivate elements;
 # the minimum distance starts at 1 and doubles
@@ -68,115 +70,6 @@ LATE_VARIANCE_FLOOR = 0.2
 REACTIVATE_CHOICES = ("step", "refresh")
 
 
-class AdamMethod(Replicated):
-    """The base class of gradient methods with Adam's momentum and variance.
-
-        m <- b1 m + (1 - b1) g     v <- b2 v + (1 - b2) g^2
-        x <- x - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^u)) + eps) + weight_decay x)
-
-    Here t is the number of the step, and u the number of updates of the variance v.
-
-    Args:
-        params: see `Replicated`.
-        lr: the learning rate.
-        betas: coefficients of the running averages of the gradient and its square.
-        eps: added to the square root of the variance.
-        weight_decay: coefficient of the decoupled weight decay, as in AdamW.
-        bias_correction: whether momentum and variance are corrected for their bias.
-        maximize: whether to maximize the objective instead of minimizing it.
-        options: see `Replicated`, and those of torch's Adam that are accepted only if they are off:
-            `amsgrad`, `foreach`, `fused`, `capturable`, `differentiable`.
-    """
-
-    momentum: Tensor
-    variance: Tensor
-    compared_options = (*Replicated.compared_options, "bias_correction")
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        *,
-        bias_correction: bool,
-        maximize: bool = False,
-        **options: Any,
-    ) -> None:
-        self.bias_correction = bias_correction
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        unsupported = {name: options.pop(name) for name in UNSUPPORTED if name in options}
-        check_unsupported(type(self).__name__, unsupported)
-        super().__init__(params, {**defaults, "maximize": maximize}, **options)
-
-    def declare(self) -> list[Field]:
-        """See `DistributedOptimizer`."""
-        count, kind = self.flat.num_elements, self.momentum_kind
-        return [
-            *super().declare(),
-            Vector(self, "momentum", count, kind=kind, resize="mean"),
-            Vector(self, "variance", count, least=0),
-        ]
-
-    def momentum_kind(self, values: Values) -> Kind:
-        """Return whether the momenta are equal on all ranks now."""
-        return "shared"
-
-    @abstractmethod
-    def num_updates(self, here: slice) -> int | None:
-        """Return the number of updates of the variance of a group's elements.
-
-        None if `variance` is corrected for its bias already.
-        """
-
-    def update_moments(
-        self, here: slice, options: Mapping[str, Any], values: Tensor, *, with_variance: bool
-    ) -> None:
-        """Update a group's momenta with mean gradients (n,), and the variance if wanted."""
-        (beta1, beta2), gradient = options["betas"], values[here]
-        self.momentum[here].lerp_(gradient, 1 - beta1)
-        if with_variance:
-            self.variance[here].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-
-    def step_size(self, options: Mapping[str, Any]) -> float:
-        """Return the learning rate of the next step, with the bias correction of the momentum."""
-        size = float(options["lr"])
-        if self.bias_correction:
-            size /= 1 - options["betas"][0] ** (self.steps + 1)
-        return size
-
-    def write_roots(self, here: slice, options: Mapping[str, Any], out: Tensor) -> None:
-        """Write the denominator of Adam's update, sqrt(V) + eps, of a group's elements."""
-        torch.sqrt(self.variance[here], out=out)
-        if self.bias_correction and (count := self.num_updates(here)) is not None:
-            out /= (1 - options["betas"][1] ** count) ** 0.5
-        out += options["eps"]
-
-    def move_parameters(self, work: Tensor, end: int | None = None) -> None:
-        """Take Adam's step with the first `end` elements, by default all; `work` is overwritten."""
-        end = self.flat.num_elements if end is None else end
-        for here, options in self.flat.slices():
-            if here.stop <= end:
-                self.write_roots(here, options, work[here])
-        for segment in self.trained():
-            if segment.here.stop <= end:
-                shape, options = segment.parameter.shape, segment.options
-                momentum = self.momentum[segment.here].view(shape)
-                self.move(segment.parameter, momentum, work[segment.here].view(shape), options)
-
-    def move(
-        self, parameter: Tensor, momentum: Tensor, root: Tensor, options: Mapping[str, Any]
-    ) -> None:
-        """Take Adam's step with one parameter."""
-        size = self.step_size(options)
-        parameter.mul_(1 - float(options["lr"]) * options["weight_decay"])
-        if parameter.dtype == momentum.dtype:
-            parameter.addcdiv_(momentum, root, value=-size)
-        else:
-            parameter -= (momentum / root * size).to(parameter.dtype)
-
-
 @dataclass(eq=False)
 class SettlingElements:
     """The settling elements before a step, (s,) each."""
@@ -192,7 +85,7 @@ class InactiveElements(AdamMethod):
 
     Args:
         params: see `AdamMethod`.
-        compress: compression of the exchanged momenta or updates.
+        compress: compression of the exchanged momenta or updates; signs if None.
         reactivate: "step" or "refresh": whether inactive elements with a gradient cause a
             gradient step.
         variance_floor: the smallest variance of an active element, as a fraction of the mean
@@ -234,17 +127,15 @@ class InactiveElements(AdamMethod):
         self,
         params: Iterable[Any],
         *adam: Any,
-        compress: Compression,
-        reactivate: str,
-        variance_floor: float,
+        compress: Compression | None,
+        reactivate: str = "step",
+        variance_floor: float = 1e-4,
         **options: Any,
     ) -> None:
-        if reactivate not in REACTIVATE_CHOICES:
-            raise ValueError(
-                f"reactivate is {reactivate!r}\n\nhint: give {' or '.join(REACTIVATE_CHOICES)}"
-            )
+        check_choice("reactivate", reactivate, REACTIVATE_CHOICES)
         check_at_least_zero("variance_floor", variance_floor)
-        self.compress, self.reactivate = compress, reactivate
+        check_compression(compress)
+        self.compress, self.reactivate = compress or Sign(), reactivate
         self.variance_floor = variance_floor
         self._forget_indices()
         super().__init__(params, *adam, **options)
@@ -255,44 +146,24 @@ class InactiveElements(AdamMethod):
         layers = self.flat.layers(first)
 
         def are_settling(indices: Tensor, values: Values) -> bool:
-            active = values.get("active")
-            is_ascending = not len(indices) or bool(first <= indices[0] and indices[-1] < count)
-            is_ascending &= bool((indices.diff() > 0).all())
-            return (
-                is_ascending
-                and (active is None) <= (not len(indices))
-                and (active is None or not bool(active[indices].any()))
+            active, is_inside = values.get("active"), bool((indices < count).all())
+            return not len(indices) or (
+                active is not None and is_inside and not bool(active[indices].any())
             )
 
-        def num_settling(values: Values) -> int:
-            found = values.get("settling")
-            return found.numel() if isinstance(found, Tensor) else 0
+        def num_inactive(values: Values) -> int:
+            active = values.get("active")
+            return 0 if active is None else int((~active).sum()) - len(values["settling"])
 
+        own: dict[str, Any] = {"dtype": torch.int64, "least": 0}
+        rows: dict[str, Any] = {"kind": "local", "resize": "mean", "is_optional": True}
         return [
             *super().declare(),
             Vector(self, "active", count, torch.bool, is_optional=True),
-            Vector(self, "settling", num_settling, torch.int64, is_valid=are_settling),
-            Vector(
-                self,
-                "settling_since",
-                num_settling,
-                torch.int64,
-                least=0,
-                is_valid=lambda since, values: bool((since <= values["steps"]).all()),
-            ),
-            Vector(
-                self,
-                "pending_gradients",
-                lambda values: (
-                    0
-                    if values.get("active") is None
-                    else int((~values["active"]).sum()) - num_settling(values)
-                ),
-                kind="local",
-                resize="mean",
-                is_optional=True,
-            ),
-            Number(self, "settles_at", least=lambda values: min(1, num_settling(values))),
+            Vector(self, "settling", None, is_valid=are_settling, **own),
+            Vector(self, "settling_since", lambda values: len(values["settling"]), **own),
+            Vector(self, "pending_gradients", num_inactive, **rows),
+            Number(self, "settles_at", least=lambda values: min(1, len(values["settling"]))),
             Number(self, "has_inactive_gradient", False),
             Number(self, "pending_since"),
             Number(self, "reactivate_from"),
@@ -330,9 +201,8 @@ class InactiveElements(AdamMethod):
         super().on_load()
         self._forget_indices()
         if self.active is not None:
-            for name, reducer in self.reducers.items():
-                if name == self.reducer_name:
-                    reducer.active = self.active[self.flat.num_uncompressed :]
+            if (reducer := self.reducers.get(self.reducer_name)) is not None:
+                reducer.active = self.active[self.flat.num_uncompressed :]
             if self.pending_gradients is None:
                 self._allocate_pending_gradients()
             else:
@@ -380,12 +250,14 @@ class InactiveElements(AdamMethod):
             values[:first] = sent[:first]
             settling.gradients = sent[first:]
 
-    # --- inactive elements
+    def update_uncompressed(self, means: Tensor, settling: SettlingElements | None) -> None:
+        """Update momenta and variances with the mean gradients that are not compressed."""
+        self.update_settling(settling)
+        for here, options in self.flat.slices():
+            if here.start < self.flat.num_uncompressed:
+                self.update_moments(here, options, means, with_variance=True)
 
-    @property
-    def has_late_elements(self) -> bool:
-        """Whether inactive elements were reactivated since the variance was frozen."""
-        return bool(self.reactivate_from)
+    # --- inactive elements
 
     def find_inactive(self) -> Tensor:
         """Return the indices (i,) int64 of the inactive elements, cached while they are the same.
@@ -542,28 +414,33 @@ class InactiveElements(AdamMethod):
             variances[here] /= self.variance_correction(segment.options)
         return SettlingElements(gradients[self.settling], self.momentum[self.settling], variances)
 
-    def average_settling(self, settling: SettlingElements) -> None:
-        """Update momenta and variances, in place, with the mean gradients of a step."""
+    def update_settling(
+        self, settling: SettlingElements | None, means: Tensor | None = None
+    ) -> None:
+        """Update momenta and variances of the settling elements, if any, with mean gradients.
+
+        Args:
+            settling: what they had before the step.
+            means: (n,); None if `settling` has the mean gradients.
+        """
+        if settling is None:
+            return
+        if means is not None:
+            settling.gradients = means[self.settling]
         ages = (self.steps + 2 - self.settling_since).double()
         for segment, here in self.settling_slices():
             gradients, (beta1, beta2) = settling.gradients[here], segment.options["betas"]
             settling.momenta[here].lerp_(gradients, 1 - beta1)
             rates = ((1 - beta2) / (1 - torch.pow(beta2, ages[here]))).to(gradients.dtype)
             settling.variances[here].lerp_(gradients.square(), rates)
-
-    def update_settling(self, settling: SettlingElements | None, means: Tensor) -> None:
-        """Update the settling elements, if any, with the mean gradients (n,) of all."""
-        if settling is not None:
-            settling.gradients = means[self.settling]
-            self.average_settling(settling)
-            self.write_settling(settling)
+        self.write_settling(settling)
 
     def write_settling(self, settling: SettlingElements) -> None:
-        """Write momenta and variances of the settling elements back; `settling` is overwritten."""
+        """Write momenta and variances of the settling elements back."""
+        variances = settling.variances.clone()
         for segment, here in self.settling_slices():
-            settling.variances[here] *= self.variance_correction(segment.options)
-        self.momentum[self.settling] = settling.momenta
-        self.variance[self.settling] = settling.variances
+            variances[here] *= self.variance_correction(segment.options)
+        self.momentum[self.settling], self.variance[self.settling] = settling.momenta, variances
 
     def join_settled(self) -> None:
         """Compress the elements that have settled."""

@@ -1,1 +1,0 @@
-"""Optimizers whose ranks exchange an update at every step."""
