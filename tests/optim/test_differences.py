@@ -1,6 +1,7 @@
 """Ranks that differ are an error on all of them: options, steps, states, parameters, order."""
 
 import copy
+import itertools
 import re
 import warnings
 
@@ -14,6 +15,7 @@ from optim.test_device_reads import train as train_on_device
 from processes import results, shorten_waits
 from simulated_device import OnDevice, Reads
 from simulated_ranks import simulate
+from slow_cases import mark_slow
 from torch import nn
 from torch.distributed import HashStore
 
@@ -111,8 +113,18 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", METHODS)
+# changes of which the others of a method tell much the same
+LESS = (freeze_on_rank_0, load_its_own_state_on_rank_1, change_an_option_on_rank_1)
+FEW = ("averaged", "onebit-adam", "local-sgd", "streaming-diloco", "a2cid2", "diloco quorum")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    mark_slow(
+        itertools.product(METHODS, CHANGES),
+        lambda name, change: change in LESS and name not in FEW,
+    ),
+)
 def test_what_one_rank_changes_alone_is_an_error_on_both(name, change):
     (text, step), (other, second) = simulate(2, train_until_an_error, name, change)
     assert re.match(CHANGES[change], text), text

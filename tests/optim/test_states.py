@@ -59,11 +59,11 @@ def resumed(name, models, optimizers, world_size):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_that_resumes_is_the_same_bit_for_bit(name):
-    """After every step; with further options in the middle of windows of local steps."""
+    """In all phases of windows of local steps, and before, in and after a skipped step."""
     models, optimizers = CASES[name].team(2)
     train(models, optimizers, END, bad=3)
     others, loaded = CASES[name].team(2)
-    steps = [0, 2, 5, 7, END] if name in VARIANTS else range(END + 1)
+    steps = [0, 2, 5, 7, END] if name in VARIANTS else [0, 1, 3, 4, 6, 7, 9, END]
     for begin, end in pairwise(steps):
         train(others, loaded, end, begin, bad=3)
         others, loaded = resumed(name, others, loaded, 2)
