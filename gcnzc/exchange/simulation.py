@@ -535,9 +535,11 @@ class SimulatedRank(Engine):
     def run_collective(self, task: SimulatedTask, request: Any) -> bool:
         """See `Engine`: continue with the messages of a collective."""
         check_kind(request, Collective, "an algorithm yields")
+        if not task.kind:
+            # otherwise `start_task` has counted it
+            self.ledger.count(request.name)
         task.outer.append((task.algorithm, task.kind))
         task.kind = request.name
-        self.ledger.count(task.kind)
         request.check(self.world_size)
         sequence, peers = channel_sequence(task.channel or ""), range(self.world_size)
         self.simulation.record(self.rank, sequence, request, task.caller, peers)
@@ -574,6 +576,9 @@ class SimulatedRank(Engine):
         if before is not None and not before.is_done and not is_any:
             algorithm = run_after(before, algorithm)
         new = SimulatedTask(self.rank, task.now, algorithm, channel, task.caller)
+        if isinstance(started, Collective):
+            new.kind = started.name
+            self.ledger.count(new.kind)
         if not is_any:
             self.last_in_channel[channel] = new
         return self.simulation.add_task(new)
