@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -129,11 +128,11 @@ def launch(words: Sequence[str], workers: int, run: Path, restarts: int) -> int:
                 f"also in {logs}; `gcnzc train --resume` resumes from the last checkpoint"
             ) from None
         except SignalException:
-            if fatal.exists():
+            if fatal.stat().st_size:
                 # a worker has reported how the run was stopped
                 return 1
             raise KeyboardInterrupt from None
-        return 1 if fatal.exists() else 0
+        return 1 if fatal.stat().st_size else 0
 
 
 @contextmanager
@@ -184,14 +183,18 @@ def report_fatal_error() -> bool:
     path = os.environ.get(FATAL)
     if path is None:
         return False
-    Path(path).touch()
+    try:
+        Path(path).write_bytes(b"1")
+    except OSError:
+        # the launcher was killed
+        return False
     return True
 
 
 def has_reported_fatal_error() -> bool:
     """Whether a worker has called `report_fatal_error`."""
     path = os.environ.get(FATAL)
-    return path is not None and Path(path).exists()
+    return path is not None and Path(path).exists() and Path(path).stat().st_size > 0
 
 
 def may_be_restarted() -> bool:
@@ -315,13 +318,13 @@ def _environment(workers: int, run: Path) -> Iterator[Path]:
         run: the run folder.
 
     Yields:
-        The file that `report_fatal_error` creates. It is not in the run folder, which may be moved
-        or on a full disk.
+        The file that `report_fatal_error` writes. It is in the launcher's memory: the run folder may
+        be moved or on a full disk, and a temporary file would remain if the launcher is killed.
     """
     cores = str(max(len(os.sched_getaffinity(0)) // workers, 1))
     wanted = {"OMP_NUM_THREADS": cores, "NUMBA_NUM_THREADS": cores, **LOCAL_ENVIRONMENT}
-    with TemporaryDirectory(prefix="gcnzc-") as folder:
-        fatal = Path(folder) / "fatal"
+    with open(os.memfd_create("gcnzc-fatal"), "rb") as memory:
+        fatal = Path(f"/proc/{os.getpid()}/fd/{memory.fileno()}")
         given = {FATAL: str(fatal), RUN_FOLDER: str(folder_identity(run))}
         given |= {name: value for name, value in wanted.items() if name not in os.environ}
         os.environ.update(given)

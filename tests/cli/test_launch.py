@@ -243,10 +243,14 @@ def test_a_worker_reports_that_a_restart_cannot_fix_its_error(tmp_path, monkeypa
     monkeypatch.delenv(launch.FATAL, raising=False)
     assert not launch.report_fatal_error()
     assert not launch.has_reported_fatal_error()
-    monkeypatch.setenv(launch.FATAL, str(tmp_path / "fatal"))
+    with open(os.memfd_create("fatal"), "rb") as memory:
+        monkeypatch.setenv(launch.FATAL, f"/proc/self/fd/{memory.fileno()}")
+        assert not launch.has_reported_fatal_error()
+        assert launch.report_fatal_error()
+        assert launch.has_reported_fatal_error()
+    # the launcher was killed
     assert not launch.has_reported_fatal_error()
-    assert launch.report_fatal_error()
-    assert launch.has_reported_fatal_error()
+    assert not launch.report_fatal_error()
 
 
 @pytest.mark.parametrize(
