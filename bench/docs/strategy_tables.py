@@ -181,3 +181,15 @@ def drop_compute(x: Row) -> Cells:
         "accuracy, %": f"{x.mean('accuracy_percent'):.2f}",
         "accuracy without drops, %": f"{x.mean('plain_accuracy_percent'):.2f}",
     }
+
+
+@Table("reading", "method", "bench.network.reading")
+def reading(x: Row) -> Cells:
+    """The files that one step over two processes runs through."""
+    return {
+        "method": x.method,
+        "files": x.files,
+        "lines of these files": f"{x.lines:,}",
+        "without comments and documentation": f"{x.code_lines:,}",
+        "classes of gcnzc above the method's": x.classes_above,
+    }
