@@ -66,6 +66,8 @@ def _fork(_path: bytes, arguments: Sequence[str], files: Sequence[int]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             warnings.resetwarnings()
             warnings.simplefilter("ignore")
+            # OpenMP's threads of this process are not in its forks, which would wait for them
+            torch.set_num_threads(1)
             exec(arguments[-1])
         finally:
             os._exit(0)
@@ -82,7 +84,6 @@ def _work(
     deed: Callable[..., Any], environment: dict[str, str], folder: Path, words: Sequence[Any]
 ) -> None:
     os.environ.update(environment)
-    torch.set_num_threads(1)
     rank = environment["RANK"]
     talk = folder / f"talk{rank}"
     with talk.open("w") as file:

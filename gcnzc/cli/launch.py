@@ -318,8 +318,8 @@ def _environment(workers: int, run: Path) -> Iterator[Path]:
         run: the run folder.
 
     Yields:
-        The file that `report_fatal_error` writes. It is in the launcher's memory: the run folder may
-        be moved or on a full disk, and a temporary file would remain if the launcher is killed.
+        The file that `report_fatal_error` writes. It is in the launcher's memory, since the run
+        folder may be moved or on a full disk, and a killed launcher would leave a temporary file.
     """
     cores = str(max(len(os.sched_getaffinity(0)) // workers, 1))
     wanted = {"OMP_NUM_THREADS": cores, "NUMBA_NUM_THREADS": cores, **LOCAL_ENVIRONMENT}
