@@ -189,7 +189,7 @@ def reading(x: Row) -> Cells:
     return {
         "method": x.method,
         "files": x.files,
-        "lines of these files": f"{x.lines:,}",
-        "without comments and documentation": f"{x.code_lines:,}",
+        "lines of these files": f"{x.num_lines:,}",
+        "without comments and documentation": f"{x.num_code_lines:,}",
         "classes of gcnzc above the method's": x.classes_above,
     }

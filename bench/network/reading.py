@@ -4,7 +4,7 @@
 
 Two processes train a small model over gloo. A profiler of Python's function calls notes the files
 that the last step enters in the main thread: a compressed step of 1-bit Adam, and a step of DiLoCo
-that synchronizes. Lines are those of whole files. `code_lines` are those without blank lines,
+that synchronizes. `num_lines` are those of whole files, `num_code_lines` those without blank lines,
 comments and docstrings. `classes_above` are base classes of the method that are gcnzc's.
 """
 
@@ -57,8 +57,8 @@ def read_step(group: Group, task: Line) -> Iterator[Line]:
     classes = [name for name in classes if name.startswith("gcnzc.")]
     yield task | {
         "files": len(texts),
-        "lines": sum(len(text.splitlines()) for text in texts.values()),
-        "code_lines": sum(map(count_code, texts.values())),
+        "num_lines": sum(len(text.splitlines()) for text in texts.values()),
+        "num_code_lines": sum(map(count_code, texts.values())),
         "classes_above": len(classes),
         "names": list(texts),
         "classes": classes,
