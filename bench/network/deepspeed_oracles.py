@@ -54,12 +54,6 @@ class PaddedSign(Compression):
         """See `Compression`."""
         return PaddedSignReducer(num_elements, worker, self.lengths)
 
-    def bytes_sent(self, num_elements: int, world_size: int, extras: int = 0) -> int:
-        """See `Compression`. Each sign is sent as a byte, since this is only for comparisons."""
-        chunks = [_padded(length, world_size) // world_size for length in self.lengths]
-        rounds = sum((world_size - 1) * (2 * (chunk + 4)) for chunk in chunks)
-        return rounds + (8 + 4 * extras) * (world_size - 1)
-
 
 class PaddedSignReducer(Reducer):
     """See `PaddedSign`."""

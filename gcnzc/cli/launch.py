@@ -115,7 +115,7 @@ def launch(words: Sequence[str], workers: int, run: Path, restarts: int) -> int:
     )
     # workers lock the run folder itself, but not while they are restarted: the launcher's lock on
     # the logs keeps another run from starting in between
-    with locked_folder(logs, run), _environment(workers, run) as fatal:
+    with locked_folder(logs, run), _environment(workers, run):
         try:
             with continue_stopped_workers():
                 elastic_launch(config, sys.executable)("-c", WORKER, *words)
@@ -128,11 +128,11 @@ def launch(words: Sequence[str], workers: int, run: Path, restarts: int) -> int:
                 f"also in {logs}; `gcnzc train --resume` resumes from the last checkpoint"
             ) from None
         except SignalException:
-            if fatal.stat().st_size:
+            if has_reported_fatal_error():
                 # a worker has reported how the run was stopped
                 return 1
             raise KeyboardInterrupt from None
-        return 1 if fatal.stat().st_size else 0
+        return 1 if has_reported_fatal_error() else 0
 
 
 @contextmanager
@@ -310,26 +310,24 @@ class _Loopback(RendezvousHandler):
 
 
 @contextmanager
-def _environment(workers: int, run: Path) -> Iterator[Path]:
+def _environment(workers: int, run: Path) -> Iterator[None]:
     """Set the environment of workers: numbers of threads, LOCAL_ENVIRONMENT, FATAL and RUN_FOLDER.
 
     Args:
         workers: the number of workers.
         run: the run folder.
-
-    Yields:
-        The file that `report_fatal_error` writes. It is in the launcher's memory, since the run
-        folder may be moved or on a full disk, and a killed launcher would leave a temporary file.
     """
     cores = str(max(len(os.sched_getaffinity(0)) // workers, 1))
     wanted = {"OMP_NUM_THREADS": cores, "NUMBA_NUM_THREADS": cores, **LOCAL_ENVIRONMENT}
+    # the file that `report_fatal_error` writes is in memory: the run folder may be moved or on a
+    # full disk, and a killed launcher would leave a temporary file
     with open(os.memfd_create("gcnzc-fatal"), "rb") as memory:
-        fatal = Path(f"/proc/{os.getpid()}/fd/{memory.fileno()}")
-        given = {FATAL: str(fatal), RUN_FOLDER: str(folder_identity(run))}
+        fatal = f"/proc/{os.getpid()}/fd/{memory.fileno()}"
+        given = {FATAL: fatal, RUN_FOLDER: str(folder_identity(run))}
         given |= {name: value for name, value in wanted.items() if name not in os.environ}
         os.environ.update(given)
         try:
-            yield fatal
+            yield
         finally:
             for name in given:
                 del os.environ[name]

@@ -74,8 +74,11 @@ class Compression(ABC):
             num_elements: n, the length of a float32 vector.
             worker: the rank.
             extras: k, the number of extras; see `Reducer.mean`.
+
+        Raises:
+            NotImplementedError: this compression does not predict its bytes.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must implement message_bytes()")
 
     def bytes_sent(
         self, num_elements: int, world_size: int, extras: int = 0, layers: Sequence[int] = ()
