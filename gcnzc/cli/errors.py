@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from gcnzc.train.trainer import Interrupted
+from gcnzc.train.errors import Interrupted
 
 FAILED, MISUSED = 1, 2
 

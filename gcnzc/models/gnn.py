@@ -119,6 +119,11 @@ class GCN(_ModelWithoutHeads):
     in-degrees of nodes in the whole graph. Pass `in_degrees=True` to `Loader`, which adds them to
     the blocks; otherwise they are read from `block.graph`, which synchronizes with the GPU. A block
     with neither raises a RuntimeError.
+
+    Args:
+        in_features, hidden, num_classes, num_layers, dropout: see `SAGE`.
+        input_dropout, norm, pre_norm, pre_activation, residual, input_linear: see `SAGE`.
+        output_linear, jumping, activation, init: see `SAGE`.
     """
 
     layer_class = GCNLayer
@@ -132,6 +137,11 @@ class GIN(_ModelWithoutHeads):
     logits. The sum over in-neighbours grows with the degree, so train with `norm="batch"` or
     `norm="layer"`. If k of d in-neighbours are sampled, their sum is multiplied by d / k. The model
     therefore needs the in-degrees of nodes in the whole graph, see `GCN`.
+
+    Args:
+        in_features, hidden, num_classes, num_layers, dropout: see `SAGE`.
+        input_dropout, norm, pre_norm, pre_activation, residual, input_linear: see `SAGE`.
+        output_linear, jumping, activation, init: see `SAGE`.
     """
 
     layer_class = GINLayer

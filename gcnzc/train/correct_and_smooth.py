@@ -21,7 +21,6 @@ from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.aggregate import aggregate
 from gcnzc.models.metrics import score
-from gcnzc.train.option_groups import CorrectAndSmoothOptions
 from gcnzc.train.tasks.base import Progress, Scores, Task
 
 # limit of the factor that scales a node's propagated errors: nodes far from all training nodes have
@@ -148,17 +147,32 @@ def smooth(
 
 
 def correct_and_smooth(
-    options: CorrectAndSmoothOptions, logits: Tensor, data: Dataset, task: Task, progress: Progress
+    logits: Tensor,
+    data: Dataset,
+    task: Task,
+    progress: Progress,
+    *,
+    correct_steps: int = 50,
+    correct_alpha: tuple[float, ...] = (0.5, 0.8, 0.95),
+    smooth_steps: int = 50,
+    smooth_alpha: tuple[float, ...] = (0.5, 0.8, 0.95),
+    error_scale: float | None = None,
 ) -> CorrectedScores:
     """Apply Correct & Smooth to the logits of all nodes, with the best of the given parameters.
 
     Args:
-        options: parameters to choose from.
         logits: (N, C) on the host.
         data: the graph, whose training labels are read.
         task: the task of node classification, whose metric selects the parameters by the score on
             the validation split.
         progress: called with (done, total) combinations of parameters.
+        correct_steps: propagations of the errors; 0 does not correct.
+        correct_alpha: weights of the neighbours in a propagation of the errors; all combinations
+            with `smooth_alpha` are tried, and the best validation score wins.
+        smooth_steps: propagations of the labels; 0 does not smooth.
+        smooth_alpha: weights of the neighbours in a propagation of the labels.
+        error_scale: factor of the propagated errors, which are then exact on the training nodes;
+            none scales them to the mean error of the training nodes (autoscale).
     """
     logits, nodes = logits.float(), data.split["train"]
     predicted = logits.sigmoid() if data.labels.ndim == 2 else logits.softmax(dim=1)
@@ -173,16 +187,16 @@ def correct_and_smooth(
     before = score(logits, data.labels, splits, task.metric)
     best: tuple[float, Tensor, Scores, dict[str, Any]] | None = None
     # without propagations, their weight has no effect
-    first_alphas = options.correct_alpha[: None if options.correct_steps else 1]
-    second_alphas = options.smooth_alpha[: None if options.smooth_steps else 1]
+    first_alphas = correct_alpha[: None if correct_steps else 1]
+    second_alphas = smooth_alpha[: None if smooth_steps else 1]
     pairs = [(first, second) for first in first_alphas for second in second_alphas]
     corrected, last = predicted, None
     for done, (first, second) in enumerate(pairs):
         if first != last:
-            steps, scale = options.correct_steps, options.error_scale
+            steps, scale = correct_steps, error_scale
             corrected = correct(propagate, predicted, truth, nodes, steps, first, scale)
             last = first
-        rows = smooth(propagate, corrected, truth, nodes, options.smooth_steps, second)
+        rows = smooth(propagate, corrected, truth, nodes, smooth_steps, second)
         found = scores_of(rows)
         valid = found[task.metric]["valid"]
         if best is None or valid > best[0]:
@@ -194,9 +208,9 @@ def correct_and_smooth(
     choice = {
         "is_used": is_used,
         **chosen,
-        "correct_steps": options.correct_steps,
-        "smooth_steps": options.smooth_steps,
-        "error_scale": options.error_scale,
+        "correct_steps": correct_steps,
+        "smooth_steps": smooth_steps,
+        "error_scale": error_scale,
         "before": before[task.metric],
         "after": found[task.metric],
     }

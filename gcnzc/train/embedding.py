@@ -114,7 +114,7 @@ def embed_loaded(
         nodes = loaded.node_ids(found.node_type)
         return NodeEmbeddings(nodes, found.rows.numpy(), found.layer, loaded.epoch, found.node_type)
     reject_hetero_options(node_type=node_type, time=time, fanouts=fanouts)
-    is_link = loaded.config.task == "link"
+    is_link = loaded.config.graph.task.name == "link"
     encoder: Model = loaded.model.encoder if is_link else loaded.model
     if layer is None and not is_link:
         # the last layer computes the logits, unless a linear layer follows it

@@ -49,12 +49,12 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
         trainer.loader.set_epoch(trainer.epoch)
         trainer.in_epoch = True
     trainer.model.train()
-    accumulation = Accumulation(trainer.loader.shares, trainer.config.accumulate)
+    accumulation = Accumulation(trainer.loader.shares, trainer.config.training.accumulate)
     steps, resumed_at = len(accumulation), trainer.loader.resume_step
     if trainer.schedule is not None:
         trainer.schedule.begin_epoch(trainer.epoch, trainer.loader.shares, resumed_at)
     precision = trainer.precision
-    title = f"epoch {trainer.epoch + 1}/{trainer.config.epochs}"
+    title = f"epoch {trainer.epoch + 1}/{trainer.config.training.epochs}"
     with ExitStack() as stack, trainer.reporter.task(title) as advance:
         stack.enter_context(precision.enable_tf32())
         # discard the exchanges of loading and evaluation, which are not part of a step
@@ -81,7 +81,7 @@ def finish_epoch(trainer: Trainer) -> None:
         ValueError: the loss of the epoch is not finite, or its last `DIVERGED_SKIPS` or more steps
             were skipped on all workers.
     """
-    last = trainer.epoch + 1 == trainer.config.epochs
+    last = trainer.epoch + 1 == trainer.config.training.epochs
     if isinstance(trainer.optimizer, LocalMethod):
         # workers that are still in the epoch may need answers from this one
         trainer.optimizer.pause_exchanges()
@@ -108,7 +108,7 @@ def finish_epoch(trainer: Trainer) -> None:
         )
     if cause:
         hint = "hint: use a smaller --lr, and check that all features are finite"
-        if trainer.config.precision == "fp16":
+        if trainer.config.training.precision == "fp16":
             hint = (
                 "hint: use --precision bf16, since float16 overflows above 65504; or a smaller --lr"
             )
@@ -122,7 +122,7 @@ def finish_epoch(trainer: Trainer) -> None:
         line["lr"] = trainer.schedule.last_lr(trainer.epoch)
     if trainer.task.best_accuracy is not None:
         line["best_possible_accuracy"] = trainer.task.best_accuracy
-    if last or (trainer.epoch + 1) % trainer.config.evaluate_every == 0:
+    if last or (trainer.epoch + 1) % trainer.config.training.evaluate_every == 0:
         line |= _evaluate(trainer, trainer.epoch, is_last=last)
     warning = format_drop_warning(line, trainer.optimizer, trainer.lines)
     trainer.lines.append(line)
@@ -133,7 +133,7 @@ def finish_epoch(trainer: Trainer) -> None:
         trainer.record.pending += record.to_line(line)
         trainer.events.add(trainer.epoch, line)
     trainer.on_rank_zero(lambda: write_pending(trainer))
-    trainer.reporter.say(format_epoch(line, trainer.config.epochs))
+    trainer.reporter.say(format_epoch(line, trainer.config.training.epochs))
     if warning:
         trainer.reporter.say(f"warning: {warning}")
 
@@ -190,7 +190,7 @@ def _evaluate(trainer: Trainer, epoch: int, *, is_last: bool) -> dict[str, Any]:
         model = run(trainer.average.build_evaluated_model(), trainer.group)
         averaged = {"averaged": trainer.average.updates}
     trainer.group.set_status(trainer.steps, f"evaluation in epoch {epoch + 1}")
-    title = f"evaluate {epoch + 1}/{trainer.config.epochs}"
+    title = f"evaluate {epoch + 1}/{trainer.config.training.epochs}"
     # the arrays of whole layers are too large for steps to reuse
     with freed_memory(kept=False), trainer.reporter.task(title) as advance:
         scores = trainer.task.evaluate(model, trainer.table, trainer.device, advance, trainer.group)

@@ -17,7 +17,6 @@ from gcnzc.system import files
 from gcnzc.train import checkpoint
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.correct_and_smooth import correct_and_smooth
-from gcnzc.train.evaluation_options import check_evaluate_fanouts, check_samples
 from gcnzc.train.hetero.data import HeteroDataset, load_graph, open_tables
 from gcnzc.train.hetero.embeddings import embedded_types, load_embeddings
 from gcnzc.train.progress import NullReporter, Reporter
@@ -59,52 +58,7 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         OSError: the file of the predictions cannot be written.
     """
     reporter = reporter or NullReporter()
-    trained = read_config(config.run)
-    if config.correct_and_smooth and trained.task == "link":
-        raise ValueError(
-            "--correct-and-smooth is for node classification, and this run is of link prediction"
-            "\n\nhint: omit --correct-and-smooth"
-        )
-    if config.metric != "as-is":
-        trained = replace(trained, metric=config.metric)
-    if config.evaluate_negatives is not None:
-        if not trained.is_hetero or trained.task != "link":
-            raise ValueError(
-                f"--evaluate-negatives {config.evaluate_negatives} is for link prediction in "
-                f"heterogeneous graphs, and this run has --model {trained.model} and --task "
-                f"{trained.task}\n\nhint: omit --evaluate-negatives"
-            )
-        trained = replace(trained, evaluate_negatives=config.evaluate_negatives)
-    method = config.evaluate
-    if trained.is_hetero:
-        if config.correct_and_smooth:
-            raise ValueError(
-                "--correct-and-smooth is for graphs of one node type, and the model of this run is "
-                f"{trained.model}\n\nhint: omit --correct-and-smooth"
-            )
-        if method != "sampled":
-            # outputs of nodes that are not evaluated would only take time
-            method = "needed"
-            if trained.evaluate == "sampled":
-                reporter.say(
-                    "evaluation: needed, with all neighbours; the run was scored with sampled "
-                    "neighbours; --evaluate sampled repeats that"
-                )
-    check_evaluate_fanouts(config.evaluate_fanouts, trained.layers)
-    fanouts = config.evaluate_fanouts or trained.evaluate_fanouts
-    if config.evaluate == "sampled" and not fanouts:
-        check_samples(trained.fanouts)
-    if config.evaluate in ("sampled", "auto"):
-        fanouts = fanouts or trained.fanouts
-    # the options of the training steps need not fit this graph and machine
-    trained = replace(
-        trained,
-        evaluate=method,
-        evaluate_fanouts=fanouts,
-        sampler="gcnzc",
-        class_weights="none",
-        label_smoothing=0.0,
-    )
+    trained = _options_of_evaluation(config, reporter)
     source = config.data or graph_of_run(config.run, trained)
     data = load_graph(trained, source)
     if isinstance(data, Dataset):
@@ -113,13 +67,13 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     task = build_task(trained, data)
     schema = read_schema(config.run)
     check_names(schema, data, source)
-    if isinstance(data, HeteroDataset) and trained.task == "node":
+    if isinstance(data, HeteroDataset) and trained.graph.task.name == "node":
         own = schema_of(data)
         if own.num_outputs != schema.num_outputs:
             sizes = "outputs (classes)", own.num_outputs, schema.num_outputs
-            raise _size_error(source, trained.data, *sizes)
+            raise _size_error(source, trained.graph.data, *sizes)
     model = task.model().to(device)
-    best = load_best(model, config.run, source, trained.data)
+    best = load_best(model, config.run, source, trained.graph.data)
     if isinstance(data, HeteroDataset):
         assert isinstance(task, HeteroNodeTask | HeteroLinkTask), "`build_task` has built it"
         names = embedded_types(model, data)
@@ -128,20 +82,22 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     with ExitStack() as stack:
         table: Any
         if isinstance(data, Dataset):
-            table = stack.enter_context(feature_table(data, trained.features, device, Group()))
+            where = trained.loading.features.name
+            table = stack.enter_context(feature_table(data, where, device, Group()))
         else:
             table = stack.enter_context(open_tables(data.table, device, Group()))
         task.choose_evaluation(model, table, Group(), reporter.say, splits=SPLITS)
         with reporter.task("evaluate") as bar:
-            if task.evaluator.method == "exact" or (trained.is_hetero and config.predictions):
+            is_whole = trained.model.is_hetero and config.predictions
+            if task.evaluator.method == "exact" or is_whole:
                 outputs, scores = task.outputs(model, table, device, bar)
             else:
                 scores = task.evaluate(model, table, device, bar, splits=SPLITS)
     line: dict[str, Any] = {}
-    if config.correct_and_smooth:
+    if config.postprocess.name != "none":
         assert isinstance(data, Dataset), "checked above"
         with reporter.task("correct and smooth") as bar:
-            found = correct_and_smooth(config, outputs, data, task, bar)
+            found = correct_and_smooth(outputs, data, task, bar, **config.postprocess.given)
         outputs = found.probabilities
         scores = scores | found.scores
         line = {"correct_and_smooth": found.choice}
@@ -159,19 +115,60 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     }
 
 
+def _options_of_evaluation(config: EvaluateConfig, reporter: Reporter) -> TrainConfig:
+    """Return the options of the run, with those of the evaluation in place of its own."""
+    trained = read_config(config.run)
+    task, model, evaluate = trained.graph.task, trained.model, config.evaluate
+    if config.postprocess.name != "none" and (task.name == "link" or model.is_hetero):
+        raise ValueError(
+            f"--postprocess {config.postprocess.name} is for the classes of nodes of graphs of one "
+            f"node type, and this run has --task {task.name} and --model {model.model.name}\n\n"
+            "hint: omit --postprocess"
+        )
+    # the options of the training steps need not fit this graph and machine
+    options = {
+        name: value
+        for name, value in task.options.items()
+        if name not in ("class_weights", "label_smoothing")
+    }
+    if config.metric != "as-is":
+        options["metric"] = config.metric
+    if config.evaluate_negatives is not None:
+        if not model.is_hetero or task.name != "link":
+            raise ValueError(
+                f"--evaluate-negatives {config.evaluate_negatives} is for link prediction in "
+                f"heterogeneous graphs, and this run has --model {model.model.name} and --task "
+                f"{task.name}\n\nhint: omit --evaluate-negatives"
+            )
+        options["evaluate_negatives"] = config.evaluate_negatives
+    own = trained.training.evaluate
+    if evaluate.name in ("sampled", "auto") and "fanouts" not in evaluate.options:
+        evaluate = replace(evaluate, options=own.options)
+    if model.is_hetero and evaluate.name != "sampled":
+        # outputs of nodes that are not evaluated would only take time
+        evaluate = replace(evaluate, name="needed", options={})
+        if own.name == "sampled":
+            reporter.say(
+                "evaluation: needed, with all neighbours; the run was scored with sampled "
+                "neighbours; --evaluate sampled repeats that"
+            )
+    return trained.replace(task=replace(task, options=options), evaluate=evaluate, sampler="gcnzc")
+
+
 def graph_of_run(run: Path, trained: TrainConfig) -> Path:
     """Return the folder of the graph of a run.
 
     Raises:
         FileNotFoundError: it does not exist.
     """
-    assert trained.data is not None, "read_config has checked"
-    if not trained.data.exists():
+    path = trained.graph.data
+    assert path is not None, "read_config has checked"
+    if not path.exists():
         raise FileNotFoundError(
-            f"the graph of the run in {run} is not at {trained.data}\n\n"
+            f"the graph of the run in {run} is not at {path}\n\n"
             "hint: give its folder as DATA, or change to the folder in which the run was started"
         )
-    return trained.data
+    return path
 
 
 def check_features(data: Dataset, source: Path) -> None:

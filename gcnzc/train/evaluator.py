@@ -13,6 +13,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.models.stack import Model, parameter_dtype
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.system.host_memory import total_bytes
+from gcnzc.train.config import LoadingOptions
 from gcnzc.train.evaluation_cost import choose_evaluation, format_memory_warning
 from gcnzc.train.inference import Progress, inference
 from gcnzc.train.layerwise.layer import gather_rows
@@ -78,6 +79,35 @@ def sampled_inference(
 
 
 METHODS = ("needed", "exact", "sampled")
+
+
+def needed(loading: LoadingOptions) -> "Evaluator":
+    """The nodes that the evaluated nodes depend on."""
+    return Evaluator("needed", loading.fanouts, loading.seed)
+
+
+def exact(loading: LoadingOptions) -> "Evaluator":
+    """All nodes."""
+    return Evaluator("exact", loading.fanouts, loading.seed)
+
+
+def sampled(loading: LoadingOptions, *, fanouts: tuple[int, ...] = ()) -> "Evaluator":
+    """Sampled neighbours of the evaluated nodes.
+
+    Args:
+        fanouts: neighbours sampled per node, one number per layer, input layer first; by default
+            those of --fanouts.
+    """
+    return Evaluator("sampled", fanouts or loading.fanouts, loading.seed)
+
+
+def auto(loading: LoadingOptions, *, fanouts: tuple[int, ...] = ()) -> "Evaluator":
+    """The cheaper one of needed and exact, or sampled if layer outputs take over half the memory.
+
+    Args:
+        fanouts: as for sampled.
+    """
+    return Evaluator("auto", fanouts or loading.fanouts, loading.seed)
 
 
 @dataclass

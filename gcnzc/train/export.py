@@ -59,7 +59,7 @@ def export_run(loaded: TrainedModel, path: Path) -> dict[str, Any]:
     description = {
         **describe_run(loaded, encoder),
         "in_features": encoder.in_features,
-        "label_columns": loaded.schema.num_outputs if loaded.config.label_inputs else 0,
+        "label_columns": loaded.schema.num_outputs if loaded.config.graph.label_inputs else 0,
         "needs_degrees": needs_degrees(encoder),
         "largest_difference": difference,
     }
@@ -69,7 +69,7 @@ def export_run(loaded: TrainedModel, path: Path) -> dict[str, Any]:
 
 def copy_encoder(loaded: TrainedModel | TrainedHeteroModel) -> Any:
     """Return a copy of the encoder of a loaded model, on the CPU and in evaluation mode."""
-    encoder = loaded.model.encoder if loaded.config.task == "link" else loaded.model
+    encoder = loaded.model.encoder if loaded.config.graph.task.name == "link" else loaded.model
     return copy.deepcopy(encoder).cpu().eval()
 
 
@@ -77,11 +77,11 @@ def describe_run(loaded: TrainedModel | TrainedHeteroModel, encoder: Any) -> dic
     """Return the part of a description that is the same for graphs of one and of several types."""
     schema = loaded.schema
     return {
-        "model": loaded.config.model,
-        "task": loaded.config.task,
+        "model": loaded.config.model.model.name,
+        "task": loaded.config.graph.task.name,
         "outputs": encoder.out_features,
         "num_tasks": schema.num_label_columns,
-        "fanouts": list(loaded.config.fanouts),
+        "fanouts": list(loaded.config.loading.fanouts),
         "classes": None if schema.classes is None else list(map(str, schema.classes)),
     }
 
@@ -149,7 +149,7 @@ def _minibatches(
 ) -> Iterator[tuple[Any, Any]]:
     """Yield the arguments of the model and of its program for several minibatches."""
     graph = loaded.data.graph
-    sampler = Sampler(graph, loaded.config.fanouts, loaded.config.seed)
+    sampler = Sampler(graph, loaded.config.loading.fanouts, loaded.config.loading.seed)
     # their sizes differ
     for count in (1, min(CHECKED_NODES, graph.num_nodes)):
         batch = sampler.sample(torch.arange(count), epoch=0)

@@ -66,9 +66,9 @@ def footprint_of(
         raise RuntimeError(_refusal("more bytes for its weights than 64 bits can count")) from error
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     # mixed precision has features and outputs of 16 bits
-    item = AUTOCAST_DTYPES.get(config.precision, next(model.parameters()).dtype).itemsize
+    item = AUTOCAST_DTYPES.get(config.training.precision, next(model.parameters()).dtype).itemsize
     # muon has one for weight matrices, which are nearly all parameters
-    states = 1 if config.optimizer in ("sgd", "muon") else 2
+    states = 1 if config.training.optimizer.name in ("sgd", "muon") else 2
     widths = next(part.widths for part in model.modules() if isinstance(part, Model))
     training = weights * (2 + states)
     if layer_nodes is not None:
@@ -76,8 +76,8 @@ def footprint_of(
         gathered = layer_nodes[0] if layer_nodes[-1] < num_nodes else 0
         outputs = sum(n * width for n, width in zip(layer_nodes[1:], widths, strict=True))
         return Footprint(training, (gathered * num_columns + outputs) * item, is_full_batch=True)
-    assert isinstance(config.batch_size, int), "a full-batch run has layer_nodes"
-    seeds = min(config.batch_size, num_seeds, num_nodes)
+    assert isinstance(config.loading.batch_size, int), "a full-batch run has layer_nodes"
+    seeds = min(config.loading.batch_size, num_seeds, num_nodes)
     return Footprint(training, minibatch=seeds * (num_columns + sum(widths)) * item)
 
 

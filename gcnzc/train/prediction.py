@@ -23,8 +23,8 @@ from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.load import load
 from gcnzc.models.link import LinkModel
 from gcnzc.models.stack import Model
+from gcnzc.train.build import build_encoder
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.encoders import build_encoder
 from gcnzc.train.evaluation import check_features, graph_of_run, load_best
 from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.hetero.prediction import (
@@ -37,7 +37,6 @@ from gcnzc.train.hetero.prediction import (
 from gcnzc.train.inference import inference
 from gcnzc.train.label_inputs import LabelInputs, append_labels
 from gcnzc.train.layerwise.scratch import remove_scratch
-from gcnzc.train.options import option_name
 from gcnzc.train.prediction_outputs import (
     Array,
     LinkPredictions,
@@ -92,21 +91,21 @@ def load_model(
         ValueError: the graph does not fit the model.
     """
     trained = read_config(run)
-    if trained.is_hetero:
+    if trained.model.is_hetero:
         return load_hetero_model(run, trained, source, device)
     source = source or graph_of_run(run, trained)
     schema = read_schema(run)
-    data = load(source, allow_nan=trained.allow_nan)
+    data = load(source, allow_nan=trained.graph.allow_nan)
     check_names(schema, data, source)
     check_features(data, source)
     model: Model | LinkModel
-    if trained.task == "link":
+    if trained.graph.task.name == "link":
         model = build_link_model(trained, data)
     else:
-        label_columns = schema.num_outputs if trained.label_inputs else 0
+        label_columns = schema.num_outputs if trained.graph.label_inputs else 0
         model = build_encoder(trained, data, schema.num_outputs, label_columns)
     chosen = choose_device(device)
-    best = load_best(model.to(chosen), run, source, trained.data)
+    best = load_best(model.to(chosen), run, source, trained.graph.data)
     return TrainedModel(model, trained, schema, data, chosen, best["epoch"] + 1)
 
 
@@ -161,7 +160,7 @@ def predict(
         OSError: the disk of the scratch folder is full.
     """
     loaded = load_model(Path(run), None if data is None else Path(data), device)
-    check_task(loaded.config.task, has_pairs=False)
+    check_task(loaded.config.graph.task.name, has_pairs=False)
     indices: Array | None = None
     if isinstance(nodes, str):
         indices = None if nodes == "all" else split_indices(loaded.data, nodes)
@@ -224,7 +223,7 @@ def predict_links(
         OSError: the disk of the scratch folder is full.
     """
     loaded = load_model(Path(run), None if data is None else Path(data), device)
-    check_task(loaded.config.task, has_pairs=True)
+    check_task(loaded.config.graph.task.name, has_pairs=True)
     if len(pairs) != 2:
         raise ValueError(
             f"pairs has the length {len(pairs)}\n\nhint: pairs are (2, M) ids: sources, targets"
@@ -258,7 +257,7 @@ def predict_nodes(
         scratch, memory: see `gcnzc.inference`.
         fanouts: see `predict`.
     """
-    check_task(loaded.config.task, has_pairs=False)
+    check_task(loaded.config.graph.task.name, has_pairs=False)
     if isinstance(loaded, TrainedHeteroModel):
         check_prediction_options(loaded, scratch, memory, fanouts)
         return predict_hetero_nodes(loaded, nodes, reporter, fanouts)
@@ -288,7 +287,7 @@ def predict_pairs(
         scratch, memory: see `gcnzc.inference`.
         times, fanouts: see `predict_links`.
     """
-    check_task(loaded.config.task, has_pairs=True)
+    check_task(loaded.config.graph.task.name, has_pairs=True)
     check_pairs(sources, targets)
     if isinstance(loaded, TrainedHeteroModel):
         check_prediction_options(loaded, scratch, memory, fanouts)
@@ -308,9 +307,9 @@ def predict_pairs(
 @contextmanager
 def feature_rows(loaded: TrainedModel) -> Iterator[FeatureTable]:
     """The features that the model reads, until the end of the `with`."""
-    where = loaded.config.features
+    where = loaded.config.loading.features.name
     labels = None
-    if loaded.config.label_inputs:
+    if loaded.config.graph.label_inputs:
         schema = loaded.schema
         labels = LabelInputs(loaded.data, schema.num_outputs, schema.is_multi_label)
     with feature_table(loaded.data, where, loaded.device, Group()) as table:
@@ -345,7 +344,7 @@ def reject_hetero_options(**given: object) -> None:
     for name, value in given.items():
         if value is not None:
             # the command line has `--time`, one value for all pairs
-            option = option_name(name.removesuffix("s") if name == "times" else name)
+            option = f"--{'time' if name == 'times' else name}"
             raise ValueError(
                 f"{option} (in Python `{name}`) is given, and the model of the run is for graphs "
                 f"of one node type\n\nhint: omit {option}, which is for heterogeneous graphs"

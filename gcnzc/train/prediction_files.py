@@ -9,48 +9,19 @@ import numpy as np
 from gcnzc._files import replacing
 from gcnzc.datasets.node_columns import ID_NAMES
 from gcnzc.datasets.numbering import KnownNodes, read_numbers
-from gcnzc.datasets.parquet_tables import ParquetTable, import_parquet
+from gcnzc.datasets.parquet_tables import ParquetTable
 from gcnzc.datasets.table_graph import choose_ends, open_table
 from gcnzc.graph.hetero.times import as_times, describe_wrong_time, parse_times, to_dates
 from gcnzc.system import files
-from gcnzc.train.options import check_writable, option_name
 from gcnzc.train.prediction_outputs import Array, LinkPredictions, NodePredictions
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SUFFIXES = (".csv", ".csv.gz", ".parquet", ".npy")
 # rows are converted to text in chunks: the text of all takes several times their memory
 CHUNK_ROWS = 1 << 16
 # name of the column of times in a file of pairs
 TIME = "time"
-
-
-def check_output(name: str, path: Path) -> None:
-    """Raise a ValueError unless predictions can be written to `path`.
-
-    Raises:
-        ValueError: its suffix is unknown, or it may not be written.
-        RuntimeError: it is a parquet file, and pyarrow is not installed.
-    """
-    if not path.name.endswith(SUFFIXES):
-        raise ValueError(
-            f"{option_name(name)}: {path.name!r} does not end in a format\n\n"
-            f"hint: use a name that ends in {', '.join(SUFFIXES)}"
-        )
-    check_writable(name, path)
-    if path.suffix == ".parquet":
-        import_parquet()
-
-
-def check_file_output(name: str, path: Path, suffix: str, reader: str) -> None:
-    """Raise a ValueError unless a file with a suffix can be written to `path`."""
-    if path.suffix != suffix:
-        raise ValueError(
-            f"{option_name(name)}: {path.name!r} does not end in {suffix}\n\n"
-            f"hint: use a name that ends in {suffix}; {reader}"
-        )
-    check_writable(name, path)
 
 
 def read_nodes(path: Path, known: KnownNodes) -> Array:

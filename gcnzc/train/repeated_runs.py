@@ -8,19 +8,26 @@ together can be resumed.
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from gcnzc.system import files
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.options import config_from_dict, config_to_dict
+from gcnzc.train.errors import Interrupted
+from gcnzc.train.options import read_options
 from gcnzc.train.output_files import cause_of
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.resume import check_resumed_options
 from gcnzc.train.run import train
-from gcnzc.train.run_folder import CONFIG, RESULT, RUNS, SUMMARY, check_free_folder, folder_of_seed
-from gcnzc.train.trainer import Interrupted
+from gcnzc.train.run_folder import (
+    CONFIG,
+    RESULT,
+    RUNS,
+    SUMMARY,
+    check_free_folder,
+    folder_of_seed,
+    read_config,
+)
 
 # trains one run in a folder, and returns its result
 TrainOne: TypeAlias = Callable[[TrainConfig, Path], Mapping[str, Any]]
@@ -35,10 +42,10 @@ SUMMARIZED = {"best_epoch", "epoch_s", "epochs", "run", "seed"}
 def train_runs(
     config: TrainConfig, folder: Path, reporter: Reporter | None = None
 ) -> dict[str, Any]:
-    """Train `config.runs` times, with the seeds `config.seed`, `config.seed` + 1, and so on.
+    """Train `--runs` times, with the seeds --seed, --seed + 1, and so on.
 
     Args:
-        config: the options; `data` must be set. With `config.resume`, finished runs are skipped and
+        config: the options; `data` must be set. With `resume`, finished runs are skipped and
             the others are resumed or started; more `runs` or `epochs` extend what is there.
         folder: the folder of the runs, created if needed.
         reporter: shows the progress; None shows nothing.
@@ -62,22 +69,24 @@ def repeat(
     config: TrainConfig, folder: Path, train_one: TrainOne, reporter: Reporter
 ) -> dict[str, Any]:
     """Train with each seed by calling `train_one`; see `train_runs`."""
-    if config.data is None:
+    if config.graph.data is None:
         raise ValueError("train: no data\n\nhint: give the folder of a graph")
     # the largest seed is checked before the first run
-    replace(config, runs=1, seed=config.seed + config.runs - 1, out=None, resume=None)
-    if config.resume:
+    config.replace(
+        runs=1, seed=config.loading.seed + config.training.runs - 1, out=None, resume=None
+    )
+    if config.run.resume:
         _check_resumed(config, folder)
     else:
         folder.mkdir(parents=True, exist_ok=True)
     with files.locked_folder(folder):
-        if not config.resume:
+        if not config.run.resume:
             check_free_folder(folder)
-        files.write_json(folder / RUNS, config_to_dict(replace(config, out=None, resume=None)))
+        files.write_json(folder / RUNS, config.replace(out=None, resume=None).to_dict())
         results = []
-        for number in range(config.runs):
-            seed = config.seed + number
-            reporter.say(f"run {number + 1} of {config.runs}, seed {seed}")
+        for number in range(config.training.runs):
+            seed = config.loading.seed + number
+            reporter.say(f"run {number + 1} of {config.training.runs}, seed {seed}")
             results.append(_train_seed(config, folder, seed, train_one))
         line = summarize(folder, results)
         try:
@@ -98,7 +107,7 @@ def _train_seed(
         return finished
     resume = run if (run / CONFIG).exists() else None
     try:
-        return train_one(replace(config, runs=1, seed=seed, out=None, resume=resume), run)
+        return train_one(config.replace(runs=1, seed=seed, out=None, resume=resume), run)
     except Interrupted as error:
         # the same command resumes this run, and then trains the others
         text = str(error).replace(f"--resume {run}", f"--resume {folder}")
@@ -117,17 +126,17 @@ def _finished_result(config: TrainConfig, run: Path) -> dict[str, Any] | None:
             f"{path} is damaged\n\nhint: delete it; the same command then writes it again from "
             "the checkpoint of the run"
         )
-    is_finished = options.get("epochs") == config.epochs and not result.get("unsaved")
+    is_finished = options.get("epochs") == config.training.epochs and not result.get("unsaved")
     return result if is_finished else None
 
 
 def _check_resumed(config: TrainConfig, folder: Path) -> None:
     """Check the options against those that the runs in `folder` were started with."""
     stored = read_runs(folder)
-    check_resumed_options(replace(config, runs=stored.runs), config_to_dict(stored), folder)
-    if config.runs < stored.runs:
+    check_resumed_options(config.replace(runs=stored.training.runs), stored.to_dict(), folder)
+    if config.training.runs < stored.training.runs:
         raise ValueError(
-            f"{folder} has {stored.runs} runs, more than --runs {config.runs}\n\n"
+            f"{folder} has {stored.training.runs} runs, more than --runs {config.training.runs}\n\n"
             "hint: omit --runs, or give a larger number to add runs"
         )
 
@@ -145,7 +154,12 @@ def read_runs(folder: Path) -> TrainConfig:
             f"no runs in {folder}: it has no {RUNS}\n\n"
             "hint: --resume of a single run takes no --runs; start several with another --out"
         )
-    return config_from_dict(TrainConfig, files.read_json(path), str(path))
+    return TrainConfig(**read_options(path, TrainConfig))
+
+
+def read_any(folder: Path) -> TrainConfig:
+    """Read the options with which the run or the runs in a folder were started."""
+    return read_runs(folder) if (folder / RUNS).is_file() else read_config(folder)
 
 
 def summarize(folder: Path, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

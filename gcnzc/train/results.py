@@ -14,7 +14,6 @@ from gcnzc.system import files, machine
 from gcnzc.train import record
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.evaluation import flatten_scores
-from gcnzc.train.options import config_to_dict
 from gcnzc.train.plots import curves
 from gcnzc.train.run_folder import CURVES, RESULT
 from gcnzc.train.tracing import draw_trace
@@ -25,7 +24,7 @@ from gcnzc.tune import pcie_bench
 def _options(config: TrainConfig) -> dict[str, Any]:
     """Return the options of a run, except paths and time limits."""
     excluded = ("data", "out", "resume", "config", "timeout_s", "restarts", "checkpoint_every_s")
-    return {name: value for name, value in config_to_dict(config).items() if name not in excluded}
+    return {name: value for name, value in config.to_dict().items() if name not in excluded}
 
 
 def _peak_gpu_memory_bytes(device: torch.device) -> int | None:
@@ -91,8 +90,8 @@ def write_result(trainer: Trainer) -> dict[str, Any]:
     line: dict[str, Any] = {
         "run": str(trainer.folder),
         "data": data.name,
-        "task": config.task,
-        "model": config.model,
+        "task": config.graph.task.name,
+        "model": config.model.model.name,
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "metric": task.metric,
         "evaluation": task.evaluator.method,
@@ -112,7 +111,7 @@ def write_result(trainer: Trainer) -> dict[str, Any]:
         "gather_roof_bytes_per_s": _peak_read_rate(trainer),
         "workers": trainer.group.world_size,
         "bytes_sent": sum(line["bytes_sent"] for line in trainer.lines),
-        "seed": config.seed,
+        "seed": config.loading.seed,
         "device": str(trainer.device),
         "options": _options(config),
         # seconds of this command, which may have resumed the run

@@ -16,10 +16,11 @@ from gcnzc.system import files
 from gcnzc.train import checkpoint, record
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import EpochStats, sum_stats
+from gcnzc.train.errors import PeerFailed
 from gcnzc.train.evaluation import BEST_KEYS
 from gcnzc.train.graph_files import check_files
 from gcnzc.train.mixed_seed import mixed_seed
-from gcnzc.train.options import config_to_dict
+from gcnzc.train.options import rows
 from gcnzc.train.output_files import format_moved_error
 from gcnzc.train.run_folder import (
     BEST,
@@ -35,29 +36,8 @@ from gcnzc.train.run_folder import (
 from gcnzc.train.saving import save
 from gcnzc.train.schema import write_schema
 from gcnzc.train.seed_parts import find_parts
-from gcnzc.train.trainer import PeerFailed, Trainer
+from gcnzc.train.trainer import Trainer
 from gcnzc.train.worker_state import AVERAGE
-
-# options that may differ in a resumed run
-FREE_ON_RESUME = {
-    # without an effect on what a step computes
-    "checkpoint_every_s",
-    "config",
-    "data",
-    "out",
-    "restarts",
-    "resume",
-    "threads",
-    "timeout_s",
-    "trace",
-    "tuning_profile",
-    "verify",
-    # `workers` changes the global batch size; `epochs` changes the total number of steps, from
-    # which schedules such as that of 0/1 Adam follow
-    "epochs",
-    "workers",
-}
-
 
 # required keys of checkpoint.pt
 CHECKPOINT_KEYS: Mapping[str, type] = {
@@ -103,7 +83,7 @@ def begin(trainer: Trainer, launch: record.Launch | None, stack: ExitStack) -> N
 def _open_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStack) -> bytes:
     """Return the bytes of the checkpoint to resume from; empty for a new run."""
     _lock_folder(trainer, launch, stack)
-    is_resumed = bool(trainer.config.resume) or is_of_launch(trainer.folder, launch)
+    is_resumed = bool(trainer.config.run.resume) or is_of_launch(trainer.folder, launch)
     if not is_resumed:
         check_free_folder(trainer.folder)
     remove_partial(trainer.folder)
@@ -113,7 +93,7 @@ def _open_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStac
         return _read_checkpoint(trainer)
     write_schema(trainer.folder, trainer.data)
     # written last: a folder without this file has no run
-    files.write_json(trainer.folder / CONFIG, config_to_dict(trainer.config))
+    files.write_json(trainer.folder / CONFIG, trainer.config.to_dict())
     # again, since the folder is also identified by the time of this file
     trainer.files.identify()
     return b""
@@ -128,7 +108,7 @@ def _lock_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStac
     is_same = expected is None or files.folder_identity(folder) == expected
     if not is_same and not is_of_launch(folder, launch):
         raise ValueError(format_moved_error(folder))
-    if not trainer.config.resume:
+    if not trainer.config.run.resume:
         folder.mkdir(parents=True, exist_ok=True)
     # first, so that an error names the launcher and not its worker, which it would replace
     if expected is None and (folder / LOGS).is_dir():
@@ -143,11 +123,11 @@ def check_resumed_options(config: TrainConfig, options: Mapping[str, Any], folde
     Raises:
         ValueError: an option differs that a resumed run keeps.
     """
-    given = config_to_dict(config)
+    given = config.to_dict()
     for name, value in options.items():
-        if name in given and given[name] != value and name not in FREE_ON_RESUME:
+        if name in given and given[name] != value and not rows(TrainConfig)[name].free:
             raise ValueError(
-                f"the run in {folder} has {name} {value!r}, not {given[name]!r}\n\n"
+                f"the run in {folder} has --{name.replace('_', '-')} {value}, not {given[name]}\n\n"
                 "hint: a resumed run keeps its options; start another with --out"
             )
 
@@ -166,7 +146,7 @@ def _check_progress(trainer: Trainer, state: Mapping[str, Any]) -> None:
 
 
 def _read_checkpoint(trainer: Trainer) -> bytes:
-    options = config_to_dict(read_config(trainer.folder))
+    options = read_config(trainer.folder).to_dict()
     check_resumed_options(trainer.config, options, trainer.folder)
     path = trainer.folder / CHECKPOINT
     if path.exists():
@@ -216,7 +196,7 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
 
 
 def _format_resumed(trainer: Trainer, where: str) -> str:
-    folder, epoch, epochs = trainer.folder, trainer.epoch, trainer.config.epochs
+    folder, epoch, epochs = trainer.folder, trainer.epoch, trainer.config.training.epochs
     if epoch > epochs:
         return (
             f"{folder} has finished {epoch} epochs, so --epochs {epochs} has no effect; the result "
@@ -296,7 +276,7 @@ def _set_random_states(trainer: Trainer, state: Mapping[str, Any]) -> None:
     if len(state["rng"]) != world_size:
         # new seeds, because with the initial ones random numbers of earlier steps would repeat
         numbers = (
-            trainer.config.seed,
+            trainer.config.loading.seed,
             rank + 1,
             world_size,
             trainer.epoch,

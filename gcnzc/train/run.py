@@ -30,6 +30,12 @@ from gcnzc.sampling.full import find_layer_nodes
 from gcnzc.system.malloc import freed_memory
 from gcnzc.train import record
 from gcnzc.train.accumulation import Accumulation
+from gcnzc.train.build import (
+    build_optimizer,
+    check_options,
+    format_one_worker_warning,
+    format_warmup_warning,
+)
 from gcnzc.train.config import TrainConfig, workers_message
 from gcnzc.train.epoch import evaluate_last_epoch, finish_epoch, train_epoch
 from gcnzc.train.full_batch import build_evaluation_loader
@@ -37,9 +43,9 @@ from gcnzc.train.hetero.data import HeteroDataset, load_data
 from gcnzc.train.hetero.embeddings import TrainedEmbeddings, build_embeddings, check_optimizer
 from gcnzc.train.memory import check_memory, footprint_of
 from gcnzc.train.mixed_seed import mixed_seed
-from gcnzc.train.optimizers import build_method, format_warmup_warning
+from gcnzc.train.options import rows, unread
 from gcnzc.train.precision import build_precision
-from gcnzc.train.presets import describe_published_score, read_preset
+from gcnzc.train.presets import Preset, describe_published_score, read_preset
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.results import write_result
 from gcnzc.train.resume import begin
@@ -53,7 +59,6 @@ from gcnzc.train.setup import (
     open_features,
 )
 from gcnzc.train.signals import stop_requests
-from gcnzc.train.strategy_checks import format_one_worker_warning
 from gcnzc.train.tasks import build_task
 from gcnzc.train.tasks.base import Task
 from gcnzc.train.tasks.hetero_link import HeteroLinkTask
@@ -61,7 +66,6 @@ from gcnzc.train.tasks.hetero_node import HeteroNodeTask
 from gcnzc.train.tasks.node import NodeTask
 from gcnzc.train.tracing import format_trace_warning
 from gcnzc.train.trainer import Trainer
-from gcnzc.train.unused_options import unused_options
 from gcnzc.train.weight_average import format_average_warning
 
 # Refuse a second training run in a process while another one trains in it.
@@ -129,7 +133,9 @@ def open_embeddings(trainer: Trainer, stack: ExitStack) -> TrainedEmbeddings | N
         for table in tables.values():
             stack.enter_context(pinned(table.rows))
     names = ", ".join(f"{name} ({len(table):,} rows)" for name, table in tables.items())
-    trainer.reporter.say(f"embeddings of {config.embedding_dim} columns are trained for {names}")
+    trainer.reporter.say(
+        f"embeddings of {config.model.embeddings['dim']} columns are trained for {names}"
+    )
     return TrainedEmbeddings(config, tables, trainer.group, trainer.folder)
 
 
@@ -138,11 +144,11 @@ def open_embeddings(trainer: Trainer, stack: ExitStack) -> TrainedEmbeddings | N
 
 def format_time_warning(config: TrainConfig, data: Any) -> str:
     """Return a warning if the graph has times, and neighbours are sampled at any time; else ""."""
-    if not isinstance(data, HeteroDataset) or config.temporal != "none":
+    if not isinstance(data, HeteroDataset) or config.graph.is_temporal:
         return ""
     graph = data.graph
     has_times = data.target and graph.nodes(data.target).time is not None
-    if config.task == "link":
+    if config.graph.task.name == "link":
         has_times = any(graph.edges(each).time is not None for each in graph.edge_types)
     if not has_times:
         return ""
@@ -168,9 +174,9 @@ def train(
 
     Args:
         config: the options; `data` must be set.
-        folder: the run folder, created if needed. With `config.resume` it has the run to resume.
-            Worker 0 reads and writes it; with optimizers that compress or take local steps, every
-            worker also reads and writes its own state in the folder `workers`.
+        folder: the run folder, created if needed. With the option `resume` it has the run to
+            resume. Worker 0 reads and writes it; with optimizers that compress or take local steps,
+            every worker also reads and writes its own state in the folder `workers`.
         reporter: shows the progress; None shows nothing.
         group: the workers that train together; only this process if None.
         launch: identifies the launch of these workers, for example by torchrun; the same on all
@@ -192,38 +198,38 @@ def train(
         PeerFailed: another worker failed, and raises the error.
     """
     began = time.perf_counter()
-    if config.data is None:
+    if config.graph.data is None:
         raise ValueError("train: no data\n\nhint: give the folder of a graph")
-    if config.workers > 1 and group is None:
+    if config.run.workers > 1 and group is None:
         raise ValueError(
-            f"train: workers is {config.workers}, and this is one process\n\n"
+            f"train: workers is {config.run.workers}, and this is one process\n\n"
             "hint: `gcnzc train --workers N` starts the processes; a script that torchrun starts "
             "gives `train` the group of gcnzc.exchange.init_group"
         )
     if config.is_full_batch and group is not None and group.world_size > 1:
         raise ValueError(f"train: {workers_message(f'a group of {group.world_size} workers')}")
-    if config.runs > 1:
+    if config.training.runs > 1:
         raise ValueError(
-            f"train: runs is {config.runs}, but `train` trains one\n\n"
+            f"train: runs is {config.training.runs}, but `train` trains one\n\n"
             "hint: gcnzc.train.train_runs trains with several random seeds"
         )
     folder, reporter, group = Path(folder), reporter or NullReporter(), group or Group()
-    for message in unused_options(config).values():
-        wrong, _, remedy = message.partition("\n\nhint: ")
-        reporter.say(f"warning: {wrong}; {remedy}")
-    if config.verify:
-        _verify(config.data, group, reporter)
+    for message in unread(config, rows(TrainConfig)):
+        reporter.say(f"warning: {message}".replace("\n\nhint: ", "; "))
+    check_options(config, group.world_size)
+    if config.graph.verify:
+        _verify(config.graph.data, group, reporter)
     data = load_data(config, group)
-    if group.rank == 0 and config.task != "link":
-        for message in describe_labels(data, is_prepared(config.data)):
+    if group.rank == 0 and config.graph.task.name != "link":
+        for message in describe_labels(data, is_prepared(config.graph.data)):
             reporter.say(message)
-    if config.preset:
+    if config.run.preset:
         # a run has all options, also of a preset that a later version does not have any more
         with suppress(ValueError):
-            preset = read_preset(config.preset)
-            reporter.say(describe_published_score(preset, data.name, vars(config)))
-    device = choose_device(config.device, group.local_rank)
-    precision = build_precision(config.precision, device, reporter.say)
+            preset = read_preset(config.run.preset)
+            reporter.say(describe_published_score(preset, data.name, _changed(config, preset)))
+    device = choose_device(config.run.device, group.local_rank)
+    precision = build_precision(config.training.precision, device, reporter.say)
     task = build_task(config, data)
     if isinstance(data, Dataset):
         _check_memory(config, data, task, device, group)
@@ -236,11 +242,11 @@ def train(
         if device.type == "cpu" and not config.is_full_batch:
             # with full batches the process would grow, since a step has few, large arrays
             stack.enter_context(freed_memory(kept=True))
-        torch.manual_seed(config.seed)
+        torch.manual_seed(config.loading.seed)
         model = task.model().to(device)
         if group.rank:
             # each worker has its own dropout masks
-            torch.manual_seed(mixed_seed(config.seed, group.rank))
+            torch.manual_seed(mixed_seed(config.loading.seed, group.rank))
         seed_parts, cut = find_parts(config, data, task, group.world_size, group)
         if seed_parts is not None and group.world_size > 1:
             reporter.say(f"partition: {cut:.1%} of the edges connect parts of different workers")
@@ -252,10 +258,12 @@ def train(
             assert isinstance(table, FeatureTable), "full batches are of graphs of one node type"
             task.whole_graph = build_evaluation_loader(config, data, table, model, loader)
         task.choose_evaluation(model, table, group, reporter.say)
-        steps = config.epochs * len(Accumulation(loader.shares, config.accumulate))
+        steps = config.training.epochs * len(
+            Accumulation(loader.shares, config.training.accumulate)
+        )
         for message in (
             format_steps_warning(config, len(task.seeds), group.world_size),
-            format_warmup_warning(config, steps),
+            format_warmup_warning(config.training, steps),
             format_one_worker_warning(config, group.world_size),
             format_trace_warning(config, steps),
             format_time_warning(config, data),
@@ -263,12 +271,20 @@ def train(
             if message:
                 reporter.say(f"warning: {message}")
         # the two flags that each exchange sends: a request to stop, and a checkpoint that is due
-        optimizer = build_method(config, model, group, steps, signals=2)
+        optimizer = build_optimizer(config, model, group, steps, signals=2)
         parts = data, task, table, device, model, optimizer, loader, reporter, precision
         trainer = Trainer(config, folder, *parts, began)
         trainer.embeddings = open_embeddings(trainer, stack)
         begin(trainer, launch, stack)
         return fit(trainer, stopped)
+
+
+def _changed(config: TrainConfig, preset: Preset) -> list[str]:
+    """Return the options of a preset that a run has with other values."""
+    published = TrainConfig(preset=preset.name)
+    return [
+        rows(TrainConfig)[name].flag for name in preset.options if config[name] != published[name]
+    ]
 
 
 def _verify(path: Path, group: Group, reporter: Reporter) -> None:
@@ -303,7 +319,7 @@ def _cuda_devices(device: torch.device) -> list[int]:
 
 def fit(trainer: Trainer, stopped: threading.Event) -> dict[str, Any]:
     """Train the remaining epochs, and return the result of the run; see `train`."""
-    while trainer.epoch < trainer.config.epochs and not is_out_of_patience(trainer):
+    while trainer.epoch < trainer.config.training.epochs and not is_out_of_patience(trainer):
         train_epoch(trainer, stopped)
         finish_epoch(trainer)
         flags = [stopped.is_set(), trainer.is_checkpoint_due()]
@@ -311,15 +327,17 @@ def fit(trainer: Trainer, stopped: threading.Event) -> dict[str, Any]:
             # clocks and signals differ between workers
             flags = run(all_gather(torch.tensor(flags)), trainer.group).any(dim=0).tolist()
         handle_stop_request(trainer, flags)
-    if trainer.epoch < trainer.config.epochs:
-        patience = trainer.config.patience
+    if trainer.epoch < trainer.config.training.epochs:
+        patience = trainer.config.training.patience
         trainer.reporter.say(
             f"stopped after epoch {trainer.epoch} (--patience {patience}): the last "
             f"{'evaluation' if patience == 1 else f'{patience} evaluations'} found no better model "
             f"than that of epoch {trainer.best['epoch'] + 1}"
         )
     evaluate_last_epoch(trainer)
-    if message := format_average_warning(trainer.config, trainer.best["epoch"], trainer.lines):
+    if message := format_average_warning(
+        trainer.config.training, trainer.best["epoch"], trainer.lines
+    ):
         trainer.reporter.say(f"warning: {message}")
     save(trainer)
     trainer.on_rank_zero(lambda: write_pending(trainer))
@@ -329,10 +347,10 @@ def fit(trainer: Trainer, stopped: threading.Event) -> dict[str, Any]:
 
 def is_out_of_patience(trainer: Trainer) -> bool:
     """Whether the last `patience` evaluations found no better model."""
-    if not trainer.config.patience or not trainer.best:
+    if not trainer.config.training.patience or not trainer.best:
         return False
     key = f"valid_{trainer.task.metric}"
     later = [
         line for line in trainer.lines if key in line and line["epoch"] > trainer.best["epoch"]
     ]
-    return len(later) >= trainer.config.patience
+    return len(later) >= trainer.config.training.patience

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 from gcnzc.datasets.store import is_prepared
 from gcnzc.system import files
 from gcnzc.train import record
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.options import config_from_dict
+from gcnzc.train.options import check_names, rows
 
 # the options of several runs with different seeds, and their scores
 RUNS, SUMMARY = "runs.json", "summary.json"
@@ -38,7 +37,7 @@ def chosen_folder(config: TrainConfig, launch: record.Launch | None = None) -> I
 
     A new folder that is still empty at the end, because the run did not begin, is removed.
     """
-    given = config.resume or config.out
+    given = config.run.resume or config.run.out
     folder = given or new_folder(config, launch)
     try:
         yield folder
@@ -72,10 +71,10 @@ def new_folder(config: TrainConfig, launch: record.Launch | None = None) -> Path
     Returns:
         The new folder, or the one before it that has a run of this launch.
     """
-    name = config.data.name.removesuffix(".npz") if config.data else "run"
+    name = config.graph.data.name.removesuffix(".npz") if config.graph.data else "run"
     number = 1
     while True:
-        folder = Path("runs") / f"{name}-{config.model}-{number}"
+        folder = Path("runs") / f"{name}-{config.model.model.name}-{number}"
         try:
             folder.parent.mkdir(exist_ok=True)
             folder.mkdir()
@@ -133,6 +132,11 @@ def read_config(run: Path) -> TrainConfig:
             f"{path} names no data, so it does not hold the options of a run\n\n"
             f"hint: was it edited? `gcnzc train --out FOLDER` starts a new run"
         )
-    # the options of the run are in the file, so that the preset is not read again
-    preset = values.pop("preset", None)
-    return replace(config_from_dict(TrainConfig, values, str(path)), preset=preset)
+    given = check_names(TrainConfig, values, f"{path}: ")
+    missing = [name for name in rows(TrainConfig) if name not in given]
+    if missing:
+        raise ValueError(f"{path} has no option {missing[0]}\n\nhint: {remedy}")
+    try:
+        return TrainConfig(**given)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None

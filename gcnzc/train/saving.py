@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,13 +11,13 @@ from gcnzc.exchange.long_work import joint_work
 from gcnzc.exchange.sync import all_gather, all_gather_scalar, flat_buffers
 from gcnzc.system.files import write_json
 from gcnzc.train import checkpoint, record
-from gcnzc.train.options import config_to_dict
+from gcnzc.train.errors import Interrupted, SavedRun
 from gcnzc.train.output_files import format_unsaved_error
 from gcnzc.train.plots import curves
 from gcnzc.train.run_folder import BEST, BOARD, CHECKPOINT, CONFIG, CURVES, RECORD, SCHEMA, WORKERS
 from gcnzc.train.schema import write_schema
 from gcnzc.train.signals import STOP
-from gcnzc.train.trainer import Interrupted, SavedRun, Trainer
+from gcnzc.train.trainer import Trainer
 from gcnzc.train.worker_state import AVERAGE, FOLDER
 
 # names of the files of trainable embeddings in messages
@@ -60,7 +59,7 @@ def save(trainer: Trainer, *, waits: bool = True) -> None:
         "best": trainer.best,
         "lines": trainer.lines,
         "worker_lines": trainer.worker_lines,
-        "options": config_to_dict(trainer.config),
+        "options": trainer.config.to_dict(),
         "graph": trainer.graph_files,
         **_average_state(trainer),
         **states,
@@ -181,7 +180,7 @@ def write_pending(trainer: Trainer) -> None:
 
 def write_description(trainer: Trainer) -> None:
     """Write the options and the schema of the run, if these files do not exist, on worker 0."""
-    folder, options = trainer.folder, config_to_dict(replace(trainer.config, resume=None))
+    folder, options = trainer.folder, trainer.config.replace(resume=None).to_dict()
     if not (folder / SCHEMA).exists():
         trainer.files.attempt(SCHEMA, lambda: write_schema(folder, trainer.data))
     # written last: a folder without this file has no run
@@ -223,7 +222,7 @@ def handle_stop_request(trainer: Trainer, flags: Sequence[bool]) -> None:
     if not flags[STOP]:
         return
     trainer.on_rank_zero(lambda: _write_interrupted(trainer))
-    epoch = min(trainer.epoch + 1, trainer.config.epochs)
+    epoch = min(trainer.epoch + 1, trainer.config.training.epochs)
     if any(run(all_gather_scalar(len(trainer.files.failures)), trainer.group)):
         message = ""
         if trainer.is_rank_zero:

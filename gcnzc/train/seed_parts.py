@@ -42,7 +42,7 @@ def find_parts(
         RuntimeError: the workers have different partitions; or as `share_result` does.
         WorkerLost: another worker has ended or does not respond.
     """
-    if config.seed_order != "local":
+    if config.loading.seed_order != "local":
         return None, 0.0
     assert isinstance(data, Dataset), "TrainConfig has checked"
     graph = data.graph
@@ -50,7 +50,7 @@ def find_parts(
     seeds = task.seeds if sources is None else sources
 
     def partition() -> tuple[Tensor, float]:
-        parts = partition_graph(graph, num_parts, seeds, seed=config.seed)
+        parts = partition_graph(graph, num_parts, seeds, seed=config.loading.seed)
         return parts, cut_fraction(graph, parts)
 
     if group.world_size == 1:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,18 +27,20 @@ from gcnzc.loader.full_batch import FullBatchLoader
 from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.loader.loader import Loader
 from gcnzc.loader.presampling import Progress, presample
-from gcnzc.train.config import TrainConfig
+from gcnzc.train.config import LoadingOptions, TrainConfig
+from gcnzc.train.errors import Interrupted
 from gcnzc.train.full_batch import build_full_batch_loader
 from gcnzc.train.hetero.data import HeteroDataset, TypedTables, open_tables
-from gcnzc.train.options import parse_cache_size
 from gcnzc.train.precision import AUTOCAST_DTYPES
 from gcnzc.train.progress import Reporter
 from gcnzc.train.shared_data import share_copy
 from gcnzc.train.tasks.base import Task
 from gcnzc.train.tasks.hetero_link import HeteroLinkTask
 from gcnzc.train.tasks.hetero_node import HeteroNodeTask
-from gcnzc.train.trainer import Interrupted
+from gcnzc.train.values import parse_share
 from gcnzc.tune import profiles
+
+CachePolicy: TypeAlias = Literal["presampled", "in-degree"]
 
 # a run of fewer steps than this hardly trains a model
 FEW_STEPS = 100
@@ -100,24 +102,35 @@ def feature_table(
 
 
 def cached_table(
-    config: TrainConfig,
+    loading: LoadingOptions,
     data: Dataset,
     table: FeatureTable,
     device: torch.device,
     group: Group,
-    progress: Progress | None = None,
-    share: float | None = None,
+    progress: Progress | None,
+    share: float | None,
+    *,
+    size: str = "auto",
+    policy: CachePolicy = "presampled",
+    sharded: bool = False,
 ) -> CachedTable:
     """Put the feature cache of a run in front of its feature table.
 
     Args:
-        config: options of the run.
+        loading: options of the run.
         data: the graph.
         table: features of the graph; within `gcnzc.pinned` for a GPU.
         device: the device that gathers rows, and has the cache.
-        group: all workers; with --cache-sharded, those of a machine share one cache.
+        group: all workers.
         progress: called with (done, total) while accesses are counted.
-        share: fraction of the rows to cache if --cache-size is auto; None for the default.
+        share: fraction of the rows to cache if `size` is auto; None for the default.
+        size: a fraction of the rows, or bytes such as 2GB; auto: that of the tuning profile, or
+            0.2.
+        policy: rows in the cache: those that presampled minibatches read most often, or those of
+            the highest in-degree.
+        sharded: shard one cache over the GPUs of a machine, which read each other's rows; without
+            it, each GPU has a copy of all cached rows. A fraction in `size` refers to all GPUs
+            together; bytes are per GPU.
 
     Raises:
         ValueError: the cache would have no row, or the device cannot read rows on the host.
@@ -125,26 +138,24 @@ def cached_table(
     """
     graph = data.graph
     ranking: Tensor | Presample = graph.in_degrees()
-    if config.cache_policy == "presampled":
-        assert isinstance(config.batch_size, int), "TrainConfig has checked"
+    if policy == "presampled":
+        assert isinstance(loading.batch_size, int), "TrainConfig has checked"
         ranking = presample(
             graph,
             data.split["train"],
-            config.fanouts,
-            config.batch_size,
-            seed=config.seed,
-            threads=config.threads or None,
+            loading.fanouts,
+            loading.batch_size,
+            seed=loading.seed,
+            threads=loading.threads or None,
             progress=progress,
         )
-    size = (
-        (share or DEFAULT_CACHED_FRACTION)
-        if config.cache_size == "auto"
-        else parse_cache_size(config.cache_size)
-    )
-    if not config.cache_sharded or group.local_world_size == 1:
-        return cached(table, size, ranking, device=device)
+    amount = share or DEFAULT_CACHED_FRACTION
+    if size != "auto":
+        amount = parse_share(size, "size of --features cached", "of the rows")
+    if not sharded or group.local_world_size == 1:
+        return cached(table, amount, ranking, device=device)
     rank, world_size = group.local_rank, group.local_world_size
-    own = cached_share(table, size, ranking, rank=rank, world_size=world_size, device=device)
+    own = cached_share(table, amount, ranking, rank=rank, world_size=world_size, device=device)
     return run(_join(own, group.rank - rank), group)
 
 
@@ -176,17 +187,17 @@ def apply_profile(
         device: the device of the minibatches.
         say: called with a message if there is a profile.
     """
-    loading: dict[str, Any] = {"threads": config.threads or None}
-    is_tuned = config.tuning_profile and not config.is_full_batch
+    loading: dict[str, Any] = {"threads": config.loading.threads or None}
+    is_tuned = config.loading.tuning_profile and not config.is_full_batch
     found = profiles.find(device, table, say) if is_tuned else None
     if found is None:
         return RunSettings(table, loading, None)
     # the best look-ahead depends on the number of threads, and both depend on the sampler
-    if not config.threads and config.sampler == "gcnzc":
+    if not config.loading.threads and config.loading.sampler == "gcnzc":
         loading |= {"threads": found.value("threads"), "ahead": found.value("ahead")}
     share = found.value("copied_share")
     # it was measured without a feature cache
-    if share and config.features != "cached":
+    if share and config.loading.features.name != "cached":
         loading["copied_share"] = share
     say(f"tuning profile of {found.made[:10]}: {found.summary()}; --no-tuning-profile ignores it")
     table = replace(table, kernel_config=found.kernel_config)
@@ -209,15 +220,22 @@ def open_features(
     """
     if isinstance(data, HeteroDataset):
         tables = stack.enter_context(open_tables(data.table, device, group))
-        return RunSettings(tables, {"threads": config.threads or None}, None)
-    table = stack.enter_context(feature_table(data, config.features, device, group))
+        return RunSettings(tables, {"threads": config.loading.threads or None}, None)
+    table = stack.enter_context(feature_table(data, config.loading.features.name, device, group))
     settings = apply_profile(config, table, device, reporter.say)
-    if config.features != "cached":
+    if config.loading.features.name != "cached":
         return settings
     assert isinstance(settings.table, FeatureTable), "the graph has one node type"
     with reporter.task("count feature accesses") as advance:
-        cache = cached_table(
-            config, data, settings.table, device, group, advance, settings.cached_share
+        cache: CachedTable = config.loading.features.load()(
+            config.loading,
+            data,
+            settings.table,
+            device,
+            group,
+            advance,
+            settings.cached_share,
+            **config.loading.features.given,
         )
     if cache.gpus > 1:
         stack.push(_make_barrier(group, device))
@@ -264,30 +282,30 @@ def build_loader(
         parts: with --seed-order local, those of `gcnzc.train.seed_parts.find_parts`.
     """
     group = group or Group()
-    loading = loading if loading is not None else {"threads": config.threads or None}
+    loading = loading if loading is not None else {"threads": config.loading.threads or None}
     if isinstance(task, HeteroNodeTask | HeteroLinkTask):
         assert isinstance(table, TypedTables), "both are of a heterogeneous graph"
         return task.build_loader(table, device, group, loading)
     assert isinstance(data, Dataset), "tasks of heterogeneous graphs build their loaders"
     assert isinstance(table, FeatureTable), "tasks of heterogeneous graphs build their loaders"
-    if not isinstance(config.batch_size, int):
+    if not isinstance(config.loading.batch_size, int):
         # the features of each step are then converted once
-        dtype = AUTOCAST_DTYPES.get(config.precision, torch.float32)
+        dtype = AUTOCAST_DTYPES.get(config.training.precision, torch.float32)
         return build_full_batch_loader(config, data, task.seeds, table, device, dtype)
     return Loader(
         data.graph,
         table,
         task.seeds,
-        list(config.fanouts),
-        config.batch_size,
+        list(config.loading.fanouts),
+        config.loading.batch_size,
         labels=task.labels,
         device=device,
-        seed=config.seed,
+        seed=config.loading.seed,
         sampler=task.sampler,
-        in_degrees=config.model in ("gcn", "gin"),
+        in_degrees=config.model.model.name in ("gcn", "gin"),
         rank=group.rank,
         world_size=group.world_size,
-        seed_order=config.seed_order,
+        seed_order=config.loading.seed_order,
         parts=parts,
         **loading,
     )
@@ -319,16 +337,20 @@ def format_steps_warning(config: TrainConfig, num_seeds: int, workers: int) -> s
         num_seeds: training nodes or edges.
         workers: number of workers.
     """
-    batch = config.batch_size
-    step_minibatches = config.accumulate * workers
-    if batch == "all" or num_seeds >= batch * step_minibatches or config.epochs >= FEW_STEPS:
+    batch = config.loading.batch_size
+    step_minibatches = config.training.accumulate * workers
+    if (
+        batch == "all"
+        or num_seeds >= batch * step_minibatches
+        or config.training.epochs >= FEW_STEPS
+    ):
         return ""
-    seeds = "edges" if config.task == "link" else "nodes"
+    seeds = "edges" if config.graph.task.name == "link" else "nodes"
     if num_seeds >= batch * workers:
         return (
             f"an epoch is a single step, since the {num_seeds:,} training {seeds} fit into "
-            f"{config.accumulate} minibatches of each worker; use a smaller --accumulate, or more "
-            "--epochs"
+            f"{config.training.accumulate} minibatches of each worker; use a smaller --accumulate, "
+            "or more --epochs"
         )
     return (
         f"an epoch is a single step, since the {num_seeds:,} training {seeds} fit into one "

@@ -82,12 +82,12 @@ WARM_UP = 10
 
 def format_trace_warning(config: TrainConfig, steps: int) -> str:
     """Return a warning if a run of `steps` steps is too short for --trace; "" otherwise."""
-    shown = max(0, steps - WARM_UP)
-    if shown >= config.trace:
+    trace, shown = config.run.trace, max(0, steps - WARM_UP)
+    if shown >= trace:
         return ""
     effect = f"shows {shown} steps" if shown else "shows nothing"
     return (
-        f"--trace {config.trace} {effect}: the run has {steps:,} steps, and the first {WARM_UP} "
+        f"--trace {trace} {effect}: the run has {steps:,} steps, and the first {WARM_UP} "
         "are not recorded; use more --epochs"
     )
 
@@ -95,7 +95,7 @@ def format_trace_warning(config: TrainConfig, steps: int) -> str:
 def trace(trainer: "Trainer", spans: Sequence[Span], stages: Sequence[Stage]) -> None:
     """Record the spans of a step if it is traced, and write the trace after the last such step."""
     trainer.steps += 1
-    last = WARM_UP + trainer.config.trace
+    last = WARM_UP + trainer.config.run.trace
     if not WARM_UP < trainer.steps <= last:
         return
     trainer.spans += spans

@@ -15,23 +15,24 @@ from torch import Tensor, nn
 
 from gcnzc.exchange import Algorithm
 from gcnzc.exchange.sync import dense_buffers, synchronize_buffers
-from gcnzc.train.config import TrainConfig
+from gcnzc.train.config import TrainingOptions
 
 
 class WeightAverage:
     """The average of the weights of a model; see `torch.optim.swa_utils.AveragedModel`.
 
     Args:
-        config: options of the run; `average` is "ema" or "swa".
         model: the model that is trained.
+        decay: factor of the previous average in each step (EMA); None for SWA.
+        begin: number of epochs before those that SWA averages.
     """
 
-    def __init__(self, config: TrainConfig, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, decay: float | None, begin: int) -> None:
         # imported here, because most runs do not need it
         from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn
 
-        self.config, self.model = config, model
-        average = self._decay_weights if config.average == "ema" else get_swa_multi_avg_fn()
+        self.model, self.decay, self.begin = model, decay, begin
+        average = get_swa_multi_avg_fn() if decay is None else self._decay_weights
         self.averaged = AveragedModel(model, multi_avg_fn=average)
         # of the floating-point buffers, by name; empty before the first end of an epoch
         self.buffers: dict[str, Tensor] = {}
@@ -48,13 +49,14 @@ class WeightAverage:
         self, averaged: Sequence[Tensor], weights: Sequence[Tensor], num_averaged: Tensor | int
     ) -> None:
         """Add weights to the exponential moving average, as `AveragedModel` calls it."""
-        share = 1 - ema_decay(self.config.average_decay, int(num_averaged))
+        assert self.decay is not None, "SWA has another function"
+        share = 1 - ema_decay(self.decay, int(num_averaged))
         for values, new in zip(averaged, weights, strict=True):
             values.lerp_(new.to(values.device), share)
 
     def end_step(self) -> None:
         """Add the weights after a step to the average (EMA)."""
-        if self.config.average == "ema":
+        if self.decay is not None:
             self.averaged.update_parameters(self.model)
             self.steps += 1
 
@@ -65,23 +67,23 @@ class WeightAverage:
             epoch: counted from 0; an epoch that was added before is not added again. The buffers of
                 the model are equal on all workers.
         """
-        begin = _epochs_before(self.config)
-        is_ema = self.config.average == "ema"
+        decay, begin = self.decay, self.begin
         if epoch < self.epochs:
             return
-        if not is_ema and self.epochs - self.updates + 1 <= begin:
+        if decay is None and self.epochs - self.updates + 1 <= begin:
             # a run that resumes with more --epochs averages anew; the average has the last
             # `updates` epochs
             self.averaged.n_averaged.zero_()
             self.buffers = {}
-        if not is_ema and epoch + 1 <= begin:
+        if decay is None and epoch + 1 <= begin:
             return
         self.epochs = epoch + 1
-        added = range(self.updates - self.steps, self.updates)
-        share = 1 - math.prod(ema_decay(self.config.average_decay, number) for number in added)
-        if not is_ema:
+        if decay is None:
             share = 1 / (self.updates + 1)
             self.averaged.update_parameters(self.model)
+        else:
+            added = range(self.updates - self.steps, self.updates)
+            share = 1 - math.prod(ema_decay(decay, number) for number in added)
         self.steps = 0
         for name, value in _floating_buffers(self.model).items():
             averaged = self.buffers.setdefault(name, value.clone())
@@ -155,40 +157,65 @@ def ema_decay(decay: float, num_averaged: int) -> float:
     return min(decay, (1 + num_averaged) / (10 + num_averaged))
 
 
-def build_average(config: TrainConfig, model: nn.Module) -> WeightAverage | None:
+def ema(model: nn.Module, epochs: int, *, decay: float = 0.99) -> WeightAverage:
+    """The exponential moving average over the steps.
+
+    Args:
+        decay: factor of the previous average in each step, smaller in the first ones; the average
+            is over about 1 / (1 - decay) steps.
+    """
+    return WeightAverage(model, decay, 0)
+
+
+def swa(model: nn.Module, epochs: int, *, start: float = 0.75) -> WeightAverage:
+    """The mean over the ends of the last epochs: stochastic weight averaging.
+
+    Args:
+        start: fraction of --epochs after which the weights are averaged.
+    """
+    return WeightAverage(model, None, _epochs_before(start, epochs))
+
+
+def build_average(training: TrainingOptions, model: nn.Module) -> WeightAverage | None:
     """Return the average that --average selects; None if there is none."""
-    return None if config.average == "none" else WeightAverage(config, model)
+    chosen = training.average
+    if chosen.name == "none":
+        return None
+    average: WeightAverage = chosen.load()(model, training.epochs, **chosen.given)
+    return average
 
 
 def format_average_warning(
-    config: TrainConfig, best_epoch: int, lines: Sequence[Mapping[str, Any]]
+    training: TrainingOptions, best_epoch: int, lines: Sequence[Mapping[str, Any]]
 ) -> str:
     """Return a warning if the best model of a run does not use averaged weights; "" otherwise.
 
     Args:
-        config: options of the run.
+        training: options of the run.
         best_epoch: epoch of the best model, counted from 0.
         lines: lines of the record.
     """
     if lines[best_epoch].get("averaged", 1):
         return ""
-    first = _epochs_before(config) + 1
+    chosen, first = training.average, 1
+    if chosen.name == "swa":
+        first = _epochs_before(chosen["start"], training.epochs) + 1
     last = lines[-1]["epoch"] + 1
     why = "no average is better"
     if last < first:
         why = f"the run ended after epoch {last}"
     return (
-        f"--average {config.average} averages the weights from epoch {first} on, and {why}: the "
-        f"best model has the weights of epoch {best_epoch + 1}; use a smaller --average-start"
+        f"--average {chosen.name} averages the weights from epoch {first} on, and {why}: the "
+        f"best model has the weights of epoch {best_epoch + 1}; use a smaller start"
         + " or a larger --patience"
         * (last < first)
     )
 
 
-def _epochs_before(config: TrainConfig) -> int:
+def _epochs_before(start: float, epochs: int) -> int:
     """Return the number of epochs before those that SWA averages."""
     # 0.29 * 100 is slightly less than 29
-    return math.floor(config.average_start * config.epochs + 1e-9)
+    return math.floor(start * epochs + 1e-9)
 
 
 def _floating_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -5,72 +5,25 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 
+from gcnzc.cli.options import CheckConfig
 from gcnzc.cli.output import print_json
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph import load
 from gcnzc.graph.dataset import Dataset
 from gcnzc.system import host_memory, machine
 from gcnzc.system.progress import ProgressCallback
-from gcnzc.train.options import (
-    Fanouts,
-    at_least,
-    check_layer_fanouts,
-    check_options,
-    parse_cache_size,
-)
 from gcnzc.train.progress import Reporter
+from gcnzc.train.values import parse_share
 from gcnzc.tune import choose, profiles, search
 from gcnzc.tune import machine as tune_machine
 from gcnzc.tune.profiles import TuningProfile
 from gcnzc.tune.search import interleave, medians
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckConfig:
-    """Check this machine and its software; with --tune, find the fastest settings for it.
-
-    Prints one JSON line. The settings are stored as a tuning profile, which `gcnzc train` uses.
-    """
-
-    data: tyro.conf.Positional[Path | None] = None
-    """graph to tune for: a folder, prepared or in OGB's layout, or a .npz, .toml or PyG .pt file;
-    without it, a random graph"""
-    tune: bool = False
-    """measure which settings load minibatches fastest, and store them as the tuning profile of this
-    machine"""
-    fanouts: Fanouts = (15, 10, 5)
-    """with --tune: neighbours sampled per node, one number per layer, input layer first; -1 samples
-    all"""
-    batch_size: int = 1024
-    """with --tune: seed nodes per minibatch"""
-    row_bytes: int = 512
-    """with --tune and without DATA: bytes of a node's features"""
-    cache_memory: str = "0.5"
-    """with --tune: GPU memory for the feature cache: a fraction of the free memory, or bytes such
-    as 8GB"""
-    megabytes: int = 512
-    """megabytes of features that are read to measure the memory"""
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        for name in ("batch_size", "megabytes"):
-            at_least(1, name, getattr(self, name))
-        at_least(4, "row_bytes", self.row_bytes)
-        if self.row_bytes % 4:
-            raise ValueError(
-                f"--row-bytes {self.row_bytes} is not a whole number of float32 elements\n\n"
-                "hint: rows of ogbn-papers100M have 512 bytes, of ogbn-products 400"
-            )
-        check_layer_fanouts(self.fanouts)
-        parse_cache_size(self.cache_memory, "--cache-memory", "of the GPU's free memory")
-
 
 ROUNDS = 7
 
@@ -164,7 +117,11 @@ def measure_profile(
         case = tune_machine.default_case(config.row_bytes, config.fanouts, config.batch_size)
     else:
         case = tune_machine.case_of(data, config.fanouts, config.batch_size)
-    return choose.tune(case, parse_cache_size(config.cache_memory), progress)
+    return choose.tune(
+        case,
+        parse_share(config.cache_memory, "--cache-memory", "of the GPU's free memory"),
+        progress,
+    )
 
 
 def store_profile(found: TuningProfile, say: profiles.Warn) -> str | None:

@@ -1,59 +1,13 @@
 """The command that measures the PCIe bus."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import tyro
-
+from gcnzc.cli.options import PcieConfig
 from gcnzc.cli.output import print_json
 from gcnzc.kernels.gather.lanes import LINE_BYTES
-from gcnzc.train.options import Fanouts, at_least, check_options
 from gcnzc.train.progress import Reporter
 from gcnzc.tune import pcie_bench
-
-# architectures that Triton 3.6 and 3.7 compile for
-ARCHITECTURES = (75, 80, 86, 87, 89, 90, 100, 103, 120, 121)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PcieConfig:
-    """Predict and measure how efficiently feature gathers use the PCIe bus.
-
-    Prints one JSON line: with a GPU, the measured rates of the bus; with DATA, the predicted
-    traffic of its features, with a GPU also the measured rate, and with --compile-for also the
-    requests of the compiled kernel.
-    """
-
-    data: tyro.conf.Positional[Path | None] = None
-    """folder of a graph, prepared or in OGB's layout, or a .npz, .toml or PyG .pt file;
-    without it, only the bus is measured"""
-    split_bytes: Literal[64, 128] = 128
-    """alignment in bytes at which the host splits read completions into packets (the read
-    completion boundary of its root complex)"""
-    megabytes: int = 1024
-    """size of the page-locked memory that the GPU reads"""
-    compile_for: Fanouts = ()
-    """architectures of GPUs, such as 80,90,100: compile the gather kernel for each, execute it on
-    the CPU, and compare its requests with the prediction; needs DATA and Triton 3.6 or 3.7, and no
-    GPU"""
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        at_least(16, "megabytes", self.megabytes)
-        for arch in self.compile_for:
-            if arch not in ARCHITECTURES:
-                raise ValueError(
-                    f"--compile-for: sm_{arch} is not an architecture that Triton compiles for\n\n"
-                    f"hint: use some of {','.join(map(str, ARCHITECTURES))}, such as 90 for H100 "
-                    "and H200"
-                )
-        if self.compile_for and self.data is None:
-            raise ValueError(
-                "--compile-for needs the features of a graph\n\n"
-                "hint: `gcnzc pcie DATA --compile-for 90` counts the requests for its rows"
-            )
 
 
 def pcie_command(config: PcieConfig, reporter: Reporter) -> None:

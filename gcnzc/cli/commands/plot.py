@@ -1,12 +1,6 @@
 """The command that plots training curves."""
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
-
-import tyro
-
-from gcnzc.cli.errors import UsageError
+from gcnzc.cli.options import PlotConfig
 from gcnzc.cli.output import print_json
 from gcnzc.train import run_folder
 from gcnzc.train.plots import curves
@@ -15,24 +9,8 @@ from gcnzc.train.progress import Reporter
 COMPARISON = "comparison.png"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlotConfig:
-    """Plot loss, scores and epoch times of one or more runs in one image."""
-
-    runs: Annotated[
-        tyro.conf.Positional[tuple[Path, ...]],
-        tyro.conf.arg(metavar="RUN ...", help_behavior_hint="(required)"),
-    ]
-    """run folders that `gcnzc train` wrote; the folder of --runs stands for all of its runs"""
-    out: Path | None = None
-    """image to write; if not given, curves.png in the folder of the run, or for several runs,
-    comparison.png beside the first one"""
-
-
 def plot_command(config: PlotConfig, reporter: Reporter) -> None:
     """`gcnzc plot`."""
-    if not config.runs:
-        raise UsageError("no run is given\n\nhint: `gcnzc plot runs/NAME` plots a run")
     first = config.runs[0]
     if len(config.runs) == 1:
         default = first / run_folder.CURVES

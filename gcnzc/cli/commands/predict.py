@@ -2,18 +2,18 @@
 
 import difflib
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import tyro
-
+from gcnzc.cli.options import PredictConfig
 from gcnzc.cli.output import print_json
+from gcnzc.datasets.parquet_tables import import_parquet
 from gcnzc.datasets.source import SPLITS
+from gcnzc.system import files
 from gcnzc.train import evaluation
 from gcnzc.train.config import EvaluateConfig
+from gcnzc.train.embedding import embed_loaded
 from gcnzc.train.hetero.prediction import TrainedHeteroModel, parse_time
-from gcnzc.train.options import Fanouts, check_layer_fanouts
 from gcnzc.train.prediction import (
     TrainedModel,
     delete_scratch,
@@ -31,55 +31,6 @@ from gcnzc.train.prediction_files import (
 )
 from gcnzc.train.prediction_outputs import check_task
 from gcnzc.train.progress import Reporter
-from gcnzc.train.scratch_options import ScratchOptions
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictConfig(ScratchOptions):
-    """Predict the classes of nodes, or the scores of pairs, with the best model of a run.
-
-    Reads all neighbours of each node, writes a file, and prints one JSON line.
-    """
-
-    run: tyro.conf.Positional[Path]
-    """run folder that `gcnzc train` wrote"""
-    data: tyro.conf.Positional[Path | None] = None
-    """folder of a graph with the same features, which may have other nodes and no labels; the graph
-    of the run if not given"""
-    out: Path
-    """file to write, .csv, .csv.gz, .parquet or .npy"""
-    nodes: str = "all"
-    """nodes to predict: all; train, valid or test; or a file of ids, .csv or .parquet with a column
-    `node`, or .npy"""
-    pairs: Path | None = None
-    """link prediction: file of pairs of ids, .csv or .parquet with the columns `source` and
-    `target`, or .npy of shape (2, pairs)"""
-    probabilities: bool = False
-    """also write the probability of each class, or that a pair is an edge"""
-    time: str | None = None
-    """link prediction in heterogeneous graphs, with --temporal: time of all pairs, whose neighbours
-    are earlier: an integer, or a date such as 2024-03-01 if the graph has a time unit; by default
-    that of the column `time` in the file of pairs, and without such a column after all edges and
-    nodes"""
-    fanouts: Fanouts = ()
-    """heterogeneous graphs: neighbours sampled per node and edge type, one number per layer, input
-    layer first; by default all neighbours are read"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where to compute; auto uses CUDA if there is a GPU"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.pairs is not None and self.nodes != "all":
-            raise ValueError(
-                f"--nodes {self.nodes} with --pairs {self.pairs}\n\n"
-                "hint: --pairs is of link prediction, and --nodes of node classification"
-            )
-        if self.time is not None and self.pairs is None:
-            raise ValueError(
-                f"--time {self.time} has no effect without --pairs\n\nhint: omit --time"
-            )
-        if self.fanouts:
-            check_layer_fanouts(self.fanouts)
 
 
 def evaluate_command(config: EvaluateConfig, reporter: Reporter) -> None:
@@ -90,25 +41,53 @@ def evaluate_command(config: EvaluateConfig, reporter: Reporter) -> None:
 def predict_command(config: PredictConfig, reporter: Reporter) -> None:
     """`gcnzc predict`."""
     began = time.perf_counter()
+    if config.out.suffix == ".parquet":
+        import_parquet()
     loaded = load_model(config.run, config.data, config.device)
-    check_task(loaded.config.task, has_pairs=config.pairs is not None)
-    write = _predict_nodes if config.pairs is None else _predict_links
     is_replaced = config.out.exists()
-    count, columns = write(config, loaded, reporter)
+    if config.embeddings:
+        found = _write_embeddings(config, loaded, reporter)
+    else:
+        check_task(loaded.config.graph.task.name, has_pairs=config.pairs is not None)
+        write = _predict_nodes if config.pairs is None else _predict_links
+        count, columns = write(config, loaded, reporter)
+        found = {"predictions": count, "columns": columns}
     delete_scratch(config.scratch)
     reporter.say(f"{'replaced' if is_replaced else 'wrote'} {config.out}")
     print_json(
         {
             "run": str(config.run),
             "data": loaded.data.name,
-            "task": loaded.config.task,
+            "task": loaded.config.graph.task.name,
             "out": str(config.out),
-            "predictions": count,
-            "columns": columns,
+            **found,
             "best_epoch": loaded.epoch,
             "seconds": time.perf_counter() - began,
         }
     )
+
+
+def _write_embeddings(
+    config: PredictConfig, loaded: TrainedModel | TrainedHeteroModel, reporter: Reporter
+) -> dict[str, Any]:
+    """Write the outputs of a layer for all nodes."""
+    moment: Any = config.time
+    if moment is not None and isinstance(loaded, TrainedHeteroModel):
+        moment = parse_time(loaded, moment)
+    found = embed_loaded(
+        loaded,
+        config.layer,
+        reporter,
+        config.scratch,
+        config.memory_bytes,
+        node_type=config.node_type,
+        time=moment,
+        fanouts=config.fanouts or None,
+    )
+    files.write_array(config.out, found.rows)
+    node_type = {} if found.node_type is None else {"node_type": found.node_type}
+    shape = {"nodes": len(found.rows), "columns": found.rows.shape[1]}
+    return {**shape, **node_type, "layer": found.layer}
 
 
 def _predict_nodes(

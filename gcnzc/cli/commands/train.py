@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def _find_data_and_launch(
     """
 
     def find_data() -> Path:
-        return builtin_graph.prepared(reporter) if config.data is None else config.data
+        return builtin_graph.prepared(reporter) if config.graph.data is None else config.graph.data
 
     with joint_work(group) as work:
         # in the main thread if there are no other workers, so that SIGTERM removes partial files
@@ -42,7 +41,7 @@ def _find_data_and_launch(
 @contextmanager
 def _chosen_folder(config: TrainConfig, group: Group, started_by: Launch | None) -> Iterator[Path]:
     """Choose the run folder on worker 0, and yield it on all workers."""
-    given = config.resume or config.out
+    given = config.run.resume or config.run.out
     if given is not None:
         yield given
         return
@@ -59,7 +58,7 @@ def train_command(config: TrainConfig, reporter: Reporter, group: Group | None =
     """`gcnzc train`."""
     workers = group or Group()
     path, started_by = _find_data_and_launch(config, reporter, workers)
-    config = replace(config, data=path)
+    config = config.replace(data=path)
     with _chosen_folder(config, workers, started_by) as folder:
         result = train_run.train(config, folder, reporter, group, started_by)
     if group is not None and group.rank:
@@ -87,7 +86,7 @@ def summary_lines(result: Mapping[str, Any], folder: Path) -> list[str]:
         lines.append(f"features were gathered at {format_rate(rate)}{share}")
     if "dropped_share" in result:
         lines.append(
-            f"{result['dropped_share']:.1%} of the minibatches were dropped (--compute-threshold)"
+            f"{result['dropped_share']:.1%} of the minibatches were dropped (--strategy dropcompute)"
         )
     if "hit_rate" in result:
         predicted, peers = result["predicted_hit_rate"], result["peer_hit_rate"]

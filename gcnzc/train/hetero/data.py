@@ -23,8 +23,7 @@ from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
 from gcnzc.graph.hetero.stores import NodeStore
 from gcnzc.graph.load import load
 from gcnzc.sampling.hetero import HeteroBatch
-from gcnzc.train.config import TrainConfig
-from gcnzc.train.hetero_options import HETERO_MODELS
+from gcnzc.train.config import HETERO_MODELS, TrainConfig
 from gcnzc.train.shared_data import load_shared, share_copy
 
 
@@ -118,15 +117,15 @@ def load_data(config: TrainConfig, group: Group) -> Dataset | HeteroDataset:
         FileNotFoundError, ValueError, RuntimeError: as `load_shared` does.
         ValueError: the model is for graphs with another number of node types.
     """
-    path = config.data
+    path = config.graph.data
     assert path is not None, "`train` has checked"
-    if not config.is_hetero:
+    if not config.model.is_hetero:
         if is_hetero(path):
             raise ValueError(
-                f"--model {config.model} is for graphs of one node type, and {path} has several\n\n"
-                f"hint: use --model {' or '.join(HETERO_MODELS)}"
+                f"--model {config.model.model.name} is for graphs of one node type, and {path} has "
+                f"several\n\nhint: use --model {' or '.join(HETERO_MODELS)}"
             )
-        return load_shared(path, group, allow_nan=config.allow_nan)
+        return load_shared(path, group, allow_nan=config.graph.allow_nan)
     group.set_status(0, "loading")
     with joint_work(group):
         return load_hetero(config, path)
@@ -134,7 +133,11 @@ def load_data(config: TrainConfig, group: Group) -> Dataset | HeteroDataset:
 
 def load_graph(config: TrainConfig, path: Path) -> Dataset | HeteroDataset:
     """Load a graph for the model of a run, in one process; see `load_data`."""
-    return load_hetero(config, path) if config.is_hetero else load(path, allow_nan=config.allow_nan)
+    return (
+        load_hetero(config, path)
+        if config.model.is_hetero
+        else load(path, allow_nan=config.graph.allow_nan)
+    )
 
 
 def load_hetero(config: TrainConfig, path: Path) -> HeteroDataset:
@@ -147,7 +150,7 @@ def load_hetero(config: TrainConfig, path: Path) -> HeteroDataset:
     """
     _check_folder(config, path)
     graph = _open_graph(config, path)
-    if config.task == "link":
+    if config.graph.task.name == "link":
         return _data_of_links(config, graph, path)
     target = _find_target(config, graph, path)
     nodes = graph.nodes(target)
@@ -202,7 +205,7 @@ def load_unlabelled(config: TrainConfig, path: Path, target: str | None) -> Hete
     """
     _check_folder(config, path)
     graph = _open_graph(config, path)
-    if config.task == "link":
+    if config.graph.task.name == "link":
         return _data_of_links(config, graph, path)
     target = target or _find_target(config, graph, path)
     if target not in graph.node_types:
@@ -228,8 +231,8 @@ def _check_folder(config: TrainConfig, path: Path) -> None:
                 f"{path} has folders of a heterogeneous graph, but no meta.json\n\n{AGAIN}"
             )
         raise ValueError(
-            f"--model {config.model} is for graphs with several node types, and {path} has no "
-            "prepared graph of this kind\n\n"
+            f"--model {config.model.model.name} is for graphs with several node types, and {path} "
+            "has no prepared graph of this kind\n\n"
             "hint: `gcnzc prepare` and HeteroGraph.save write one; other graphs have other models, "
             "such as sage"
         )
@@ -245,14 +248,17 @@ def _open_graph(config: TrainConfig, path: Path) -> HeteroGraph:
         ValueError: `--times edge` or `--times node` is given, and there are no such times.
     """
     graph = HeteroGraph.load(path)
-    if config.temporal == "none" or config.times == "both":
+    kind = config.graph.time_kind
+    if kind == "both":
         return graph
-    if not _has_times(graph, config.times):
-        of = {"edge": "edge", "node": "source of an edge"}[config.times]
-        other: TimeKind = "node" if config.times == "edge" else "edge"
+    if not _has_times(graph, kind):
+        of = {"edge": "edge", "node": "source of an edge"}[kind]
+        other: TimeKind = "node" if kind == "edge" else "edge"
         remedy = f"--times {other}" if _has_times(graph, other) else "omit --temporal and --times"
-        raise ValueError(f"--times {config.times}: no {of} in {path} has a time\n\nhint: {remedy}")
-    return graph.sort_by_time(config.times)
+        raise ValueError(
+            f"--temporal {config.graph.temporal}: no {of} in {path} has a time\n\nhint: {remedy}"
+        )
+    return graph.sort_by_time(kind)
 
 
 def _has_times(graph: HeteroGraph, kind: TimeKind) -> bool:
@@ -272,18 +278,19 @@ def _data_of_links(config: TrainConfig, graph: HeteroGraph, path: Path) -> Heter
 def _find_target(config: TrainConfig, graph: HeteroGraph, path: Path) -> str:
     """Return the node type to classify."""
     labelled = [name for name in graph.node_types if graph.nodes(name).labels is not None]
-    if config.target:
-        if config.target not in graph.node_types:
+    target: str = config.graph.task["target"]
+    if target:
+        if target not in graph.node_types:
             raise ValueError(
-                f"--target {config.target}: {path} has no such node type\n\n"
+                f"--task node:target={target}: {path} has no such node type\n\n"
                 f"hint: the node types are {', '.join(graph.node_types)}"
             )
-        if config.target not in labelled:
+        if target not in labelled:
             raise ValueError(
-                f"--target {config.target}: these nodes of {path} have no labels\n\n"
+                f"--task node:target={target}: these nodes of {path} have no labels\n\n"
                 f"hint: labels are of {', '.join(labelled) or 'no node type'}"
             )
-        return config.target
+        return target
     if len(labelled) != 1:
         raise ValueError(
             f"{path} has {len(labelled)} node types with labels\n\n"
@@ -297,26 +304,26 @@ def _find_target(config: TrainConfig, graph: HeteroGraph, path: Path) -> str:
 
 def _find_edge_type(config: TrainConfig, graph: HeteroGraph) -> EdgeType:
     """Return the type of the edges to predict."""
-    given = config.edge_type
+    given: str = config.graph.task["edge_type"]
     if not given:
         if len(graph.edge_types) != 1:
             raise ValueError(
                 f"{graph.name} has {len(graph.edge_types)} edge types to predict\n\nhint: "
-                f"--edge-type {' or '.join(','.join(each) for each in graph.edge_types)}"
+                f"--task link:edge_type={' or '.join(','.join(each) for each in graph.edge_types)}"
             )
         return graph.edge_types[0]
     parts = tuple(part.strip() for part in given.split(","))
     try:
         return graph.edge_type(parts if len(parts) == 3 else given)
     except ValueError as error:
-        raise ValueError(f"--edge-type {given}: {error}") from None
+        raise ValueError(f"--task link:edge_type={given}: {error}") from None
 
 
 def _parse_reverse_types(
     config: TrainConfig, graph: HeteroGraph, edge_type: EdgeType
 ) -> list[EdgeType] | None:
     """Return the given edge types of the reverse edges; None to find them."""
-    given = config.reverse_types
+    given: str = config.graph.task["reverse_types"]
     if given in ("auto", "none"):
         return None if given == "auto" else []
     names = [name.strip() for name in given.split(",")]
@@ -328,10 +335,10 @@ def _parse_reverse_types(
         try:
             other = graph.edge_type(triple if size == 3 else names[0])
         except ValueError as error:
-            raise ValueError(f"--reverse-types {given}: {error}") from None
+            raise ValueError(f"--task link:reverse_types={given}: {error}") from None
         if other[::2] != edge_type[::-2]:
             raise ValueError(
-                f"--reverse-types {given}: {other} does not go from {edge_type[2]!r} to "
+                f"--task link:reverse_types={given}: {other} does not go from {edge_type[2]!r} to "
                 f"{edge_type[0]!r}\n\nhint: give the reverse edges of {edge_type}; none if there "
                 "are none"
             )

@@ -120,7 +120,7 @@ def split_edges(
         if not len(ids):
             raise ValueError(
                 f"of the {count:,} edges {edge_type}, none is in the {name} split\n\n"
-                "hint: choose --valid-edges and --test-edges such that each split has edges"
+                "hint: choose valid_edges and test_edges of --task such that each split has edges"
             )
     if not keep:
         later = times if kind == "time" else None
@@ -139,19 +139,18 @@ def split_edges(
 def split_edges_of_run(config: TrainConfig, data: HeteroDataset) -> HeteroEdgeSplit:
     """Divide the edges that a run predicts, as its options say; see `split_edges`."""
     assert data.edge_type is not None, "`load_hetero` has found it"
-    is_temporal = config.temporal != "none"
-    time: TimeKind = config.times if is_temporal else "both"
+    task, time = config.graph.task, config.graph.time_kind
     # Without a time of its own, an edge counts as late as its source and may be visible before its
     # destination exists, so that a temporal sampler would not leave out the edge itself.
     own_times, _ = data.graph.times(data.edge_type, time)
     return split_edges(
         data.graph,
         data.edge_type,
-        config.edge_split,
-        config.valid_edges,
-        config.test_edges,
-        config.seed,
-        keep=is_temporal and own_times is not None,
+        task["split"],
+        task["valid_edges"],
+        task["test_edges"],
+        config.loading.seed,
+        keep=config.graph.is_temporal and own_times is not None,
         reverse_types=data.reverse_types,
         time=time,
     )

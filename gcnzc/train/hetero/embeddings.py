@@ -32,6 +32,30 @@ from gcnzc.train.mixed_seed import mixed_seed
 FOLDER = "embeddings"
 
 
+def adagrad(
+    tables: Mapping[str, EmbeddingTable], group: Group, *, dim: int = 64, lr: float = 0.01
+) -> SparseAdagrad:
+    """Adagrad for the embeddings of the nodes of a step.
+
+    Args:
+        dim: columns of the embeddings, which are in host memory.
+        lr: learning rate, which is constant.
+    """
+    return SparseAdagrad(tables, lr=lr, group=group)
+
+
+def lazy_adam(
+    tables: Mapping[str, EmbeddingTable], group: Group, *, dim: int = 64, lr: float = 0.01
+) -> SparseAdam:
+    """Adam that updates the embeddings of the nodes of a step, and leaves the others.
+
+    Args:
+        dim: columns of the embeddings, which are in host memory.
+        lr: learning rate, which is constant.
+    """
+    return SparseAdam(tables, lr=lr, group=group)
+
+
 class TrainedEmbeddings:
     """The tables of a run, the optimizer that updates their rows, and their files.
 
@@ -45,9 +69,10 @@ class TrainedEmbeddings:
     def __init__(
         self, config: TrainConfig, tables: Mapping[str, EmbeddingTable], group: Group, folder: Path
     ) -> None:
-        kind = SparseAdagrad if config.embedding_optimizer == "adagrad" else SparseAdam
-        self.tables = dict(tables)
-        self.optimizer = kind(self.tables, lr=config.embedding_lr, group=group)
+        self.tables, chosen = dict(tables), config.model.embeddings
+        self.optimizer: SparseAdagrad | SparseAdam = chosen.load()(
+            self.tables, group, **chosen.given
+        )
         self.group, self.folder = group, folder / FOLDER
         self.generation = 0
         """generation of the state that was written last"""
@@ -179,16 +204,15 @@ def build_embeddings(
     """Build the tables of the node types without features, the same on all workers.
 
     Raises:
-        ValueError: there are such types, and --embedding-dim is 0.
         RuntimeError: the memory is too small.
     """
-    names = embedded_types(model, data)
+    names, dim = embedded_types(model, data), config.model.embeddings["dim"]
     return {
         name: EmbeddingTable(
             data.graph.num_nodes(name),
-            config.embedding_dim,
-            scale=config.embedding_dim**-0.5,
-            seed=mixed_seed(config.seed, data.graph.node_types.index(name)),
+            dim,
+            scale=dim**-0.5,
+            seed=mixed_seed(config.loading.seed, data.graph.node_types.index(name)),
         )
         for name in names
     }
@@ -250,19 +274,20 @@ def check_optimizer(
     """
     if not names:
         return
+    strategy = config.run.strategy.name
     which = f"node type {', '.join(names)} without features has trainable embeddings"
     if isinstance(optimizer, DropCompute):
         raise ValueError(
-            f"--strategy {config.strategy}: {which}, which this strategy does not support\n\n"
+            f"--strategy {strategy}: {which}, which this strategy does not support\n\n"
             "hint: omit --strategy, or give the node type features"
         )
     if isinstance(optimizer, LocalMethod) and optimizer.group.world_size > 1:
         raise ValueError(
-            f"--strategy {config.strategy} with {optimizer.group.world_size} workers: {which}, "
-            "which the workers exchange in each step\n\n"
+            f"--strategy {strategy} with {optimizer.group.world_size} workers: {which}, which "
+            "the workers exchange in each step\n\n"
             "hint: omit --strategy, use one worker, or give the node type features"
         )
-    if config.precision == "fp16":
+    if config.training.precision == "fp16":
         raise ValueError(
             f"--precision fp16: {which}, whose gradients are not scaled\n\n"
             "hint: use --precision bf16"

@@ -63,8 +63,8 @@ def export_hetero_run(loaded: TrainedHeteroModel, path: Path) -> dict[str, Any]:
         "in_features": {name: encoder.in_features[name] for name in types.x},
         "arguments": types._asdict(),
         "output_types": list(encoder.targets),
-        "temporal": loaded.config.temporal,
-        "times": loaded.config.times,
+        "temporal": loaded.config.graph.temporal.name,
+        "times": loaded.config.graph.time_kind,
         "embeddings": None,
         "largest_difference": compare_outputs(program, encoder, _minibatches(encoder, loaded)),
     }
@@ -83,7 +83,7 @@ def export_hetero_run(loaded: TrainedHeteroModel, path: Path) -> dict[str, Any]:
 def _minibatches(encoder: HeteroModel, loaded: TrainedHeteroModel) -> Iterator[tuple[Any, Any]]:
     """Yield the arguments of the model and of its program for several minibatches."""
     config, graph = loaded.config, loaded.graph
-    sampler = build_hetero_sampler(config, graph, config.fanouts)
+    sampler = build_hetero_sampler(config, graph, config.loading.fanouts)
     tables = loaded.data.table.tables
     # their sizes differ
     for count in (1, CHECKED_NODES):

@@ -58,7 +58,7 @@ def compute_layer_outputs(
         ValueError: there is no such node type or layer, the layer does not compute the type, or an
             output is not finite.
     """
-    is_link = loaded.config.task == "link"
+    is_link = loaded.config.graph.task.name == "link"
     encoder: HeteroModel = loaded.model.encoder if is_link else loaded.model
     node_type = _choose_type(loaded, encoder, node_type)
     num_layers = len(encoder.layers)
@@ -94,7 +94,7 @@ def compute_layer_outputs(
             device=loaded.device,
             is_sampled=fanouts is not None,
             times=_times(loaded, node_type, time),
-            threads=loaded.config.threads or None,
+            threads=loaded.config.loading.threads or None,
             progress=bar,
         )
     check_finite(rows)
@@ -143,7 +143,7 @@ def _times(loaded: TrainedHeteroModel, node_type: str, time: Any) -> Tensor | No
     check_time(loaded, time)
     if not loaded.is_temporal:
         return None
-    is_link = loaded.config.task == "link"
+    is_link = loaded.config.graph.task.name == "link"
     if time is None:
         if not is_link and loaded.graph.nodes(node_type).time is not None:
             return None

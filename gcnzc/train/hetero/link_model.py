@@ -49,8 +49,8 @@ def build_hetero_link_model(config: TrainConfig, data: HeteroDataset) -> HeteroL
     """Build the model of a run of link prediction on the CPU."""
     assert data.edge_type is not None, "`load_hetero` has found it"
     ends = list(dict.fromkeys(data.edge_type[::2]))
-    encoder = build_hetero_encoder(config, data, config.hidden, ends)
+    encoder = build_hetero_encoder(config, data, config.model.hidden, ends)
     decoder: nn.Module = Dot()
-    if config.decoder == "mlp":
-        decoder = HadamardMLP(config.hidden, dropout=config.dropout)
+    if config.graph.task["decoder"] == "mlp":
+        decoder = HadamardMLP(config.model.hidden, dropout=config.model.dropout)
     return HeteroLinkModel(encoder, decoder, data.edge_type)

@@ -25,7 +25,7 @@ from gcnzc.graph.hetero.times import as_times, describe_wrong_time, parse_times
 from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
-from gcnzc.train.config import TrainConfig
+from gcnzc.train.config import TrainConfig, check_fanouts
 from gcnzc.train.evaluation import graph_of_run, load_best
 from gcnzc.train.hetero.data import HeteroDataset, load_unlabelled, open_tables
 from gcnzc.train.hetero.edge_split import split_edges_of_run
@@ -33,7 +33,6 @@ from gcnzc.train.hetero.embeddings import embedded_types, load_embeddings
 from gcnzc.train.hetero.encoder import build_hetero_encoder, build_hetero_sampler, choose_fanouts
 from gcnzc.train.hetero.inference import hetero_outputs, node_outputs, with_embeddings
 from gcnzc.train.hetero.link_model import build_hetero_link_model
-from gcnzc.train.options import check_layer_fanouts
 from gcnzc.train.prediction_outputs import (
     Array,
     LinkPredictions,
@@ -77,7 +76,7 @@ class TrainedHeteroModel:
     @property
     def is_temporal(self) -> bool:
         """Whether neighbours are not later than what is predicted."""
-        return self.config.temporal != "none"
+        return self.config.graph.is_temporal
 
     @cached_property
     def node_index(self) -> KnownNodes:
@@ -132,16 +131,16 @@ def load_hetero_model(
     data = load_unlabelled(trained, path, schema.target)
     check_names(schema, data, path)
     model: nn.Module
-    if trained.task == "link":
+    if trained.graph.task.name == "link":
         model = build_hetero_link_model(trained, data)
     else:
         model = build_hetero_encoder(trained, data, schema.num_outputs, data.target)
     chosen = choose_device(device)
-    best = load_best(model.to(chosen), run, path, trained.data)
+    best = load_best(model.to(chosen), run, path, trained.graph.data)
     names = embedded_types(model, data)
     embeddings = load_embeddings(run, best["epoch"], names, data)
     graph = data.graph
-    if trained.task == "link" and source is None:
+    if trained.graph.task.name == "link" and source is None:
         graph = split_edges_of_run(trained, data).graph
     return TrainedHeteroModel(
         model, trained, schema, data, graph, embeddings, chosen, best["epoch"] + 1
@@ -174,7 +173,7 @@ def check_prediction_options(
         )
     if fanouts is None:
         return
-    check_layer_fanouts(fanouts)
+    check_fanouts(fanouts, "--fanouts")
     if len(fanouts) != loaded.config.layers:
         raise ValueError(
             f"{len(fanouts)} fanouts ({','.join(map(str, fanouts))}) for {loaded.config.layers} "
@@ -211,7 +210,7 @@ def predict_hetero_nodes(
             num_columns=loaded.schema.num_outputs,
             device=loaded.device,
             is_sampled=fanouts is not None,
-            threads=loaded.config.threads or None,
+            threads=loaded.config.loading.threads or None,
             progress=bar,
         )
     return build_predictions(logits, loaded.node_ids(target, nodes), loaded.schema, loaded.epoch)
@@ -256,7 +255,7 @@ def predict_hetero_pairs(
         num_negatives=0,
         strict=False,
         exclude="none",
-        seed=loaded.config.seed,
+        seed=loaded.config.loading.seed,
     )
 
     def compute(model: nn.Module, batch: HeteroBatch) -> Tensor:
@@ -270,7 +269,7 @@ def predict_hetero_pairs(
             WHOLE_PAIRS if fanouts is None else SAMPLED_PAIRS,
             tables=tables,
             device=loaded.device,
-            threads=loaded.config.threads or None,
+            threads=loaded.config.loading.threads or None,
         )
         scores = hetero_outputs(loaded.model, loader, compute, 1, bar)[:, 0]
     check_finite(scores)

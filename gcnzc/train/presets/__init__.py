@@ -8,20 +8,15 @@ file without `.toml`.
 import difflib
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import wraps
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-from gcnzc.train.options import option_name
+from typing import Any
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-C = TypeVar("C")
 
 FOLDER = Path(__file__).parent
 
@@ -77,20 +72,20 @@ def read_preset(name: str) -> Preset:
         near = near or [each for each in known if name and name in each][:3]
         suggestion = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(
-            f"there is no preset {name!r:.100}\n\nhint: {suggestion}`gcnzc presets` lists all; "
+            f"there is no preset {name!r:.100}\n\nhint: {suggestion}`gcnzc help preset` lists all; "
             "--config FILE.toml reads options of your own"
         )
     values = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
     return Preset(name=name, **values)
 
 
-def describe_published_score(preset: Preset, data_name: str, options: Mapping[str, Any]) -> str:
+def describe_published_score(preset: Preset, data_name: str, changed: Sequence[str]) -> str:
     """Return one line: the published score, and how a run differs from the preset.
 
     Args:
         preset: the preset.
         data_name: name of the run's graph.
-        options: the run's options, by field name.
+        changed: options of the preset that the run has with other values.
     """
     prepared = f", prepared with {preset.prepare}" if preset.prepare else ""
     text = (
@@ -98,37 +93,45 @@ def describe_published_score(preset: Preset, data_name: str, options: Mapping[st
         f"{preset.deviation:.4f} on {preset.data}{prepared}"
     )
     if preset.differs:
-        text += f" (see `gcnzc presets {preset.name}`)"
+        text += f" (see `gcnzc help preset {preset.name}`)"
     differs = [] if data_name == preset.data else [f"uses {data_name}"]
-    changed = [
-        option_name(name)
-        for name, value in preset.options.items()
-        if name in options and _as_toml(options[name]) != _as_toml(value)
-    ]
     if changed:
         differs.append(f"sets {', '.join(changed)} differently")
     return f"{text}; this run {' and '.join(differs)}" if differs else text
 
 
-def _as_toml(value: Any) -> Any:
-    """Return an option's value with lists in place of tuples, and numbers as floats."""
-    if isinstance(value, tuple | list):
-        return [_as_toml(each) for each in value]
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+def list_presets() -> list[str]:
+    """Return a table of all presets, with published scores and sources."""
+    presets = [read_preset(name) for name in preset_names()]
+    rows = [("preset", "metric", "published", "source")]
+    rows += [(each.name, each.metric, _score(each), each.source) for each in presets]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return [*lines, "", "`gcnzc help preset NAME` shows the options of one."]
 
 
-def accept_preset(kind: type[C]) -> type[C]:
-    """Decorate the dataclass of the options, so that a preset sets those that are not given."""
-    initialize: Callable[..., None] = kind.__init__
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+def describe_preset(name: str) -> list[str]:
+    """Return the options of a preset, and where they are from.
 
-    @wraps(initialize)
-    def initialize_from_preset(self: C, **options: Any) -> None:
-        preset = options.get("preset")
-        # a config that is copied, or read from a run folder, has all options
-        if isinstance(preset, str) and names - options.keys():
-            options = {**read_preset(preset).options, **options}
-        initialize(self, **options)
+    Raises:
+        ValueError: there is no preset of this name.
+    """
+    preset = read_preset(name)
+    # names of OGB are downloaded; other sources are files of the user
+    source = f"{preset.data} --download" if preset.data.startswith("ogb") else "SOURCE"
+    prepare = f"gcnzc prepare {source} data/{preset.data} {preset.prepare}".rstrip()
+    words = []
+    for option, value in preset.options.items():
+        text = ",".join(map(str, value)) if isinstance(value, list) else f"{value}"
+        words.append(f"--{option.replace('_', '-')} {text}")
+    return [
+        f"{preset.name}: {preset.metric} {_score(preset)} on {preset.data}",
+        f"{preset.source}; {preset.file} in {preset.repository}",
+        f"data: {prepare}",
+        f"options: {' '.join(words)}",
+        *(f"differs: {each}" for each in preset.differs),
+    ]
 
-    kind.__init__ = initialize_from_preset  # type: ignore[method-assign,assignment]
-    return kind
+
+def _score(preset: Preset) -> str:
+    return f"{preset.score:.4f} ± {preset.deviation:.4f}"

@@ -1,7 +1,6 @@
 """Training tasks: node classification and link prediction."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from gcnzc.graph.dataset import Dataset
 from gcnzc.train.config import TrainConfig
@@ -12,6 +11,13 @@ from gcnzc.train.tasks.hetero_node import HeteroNodeTask
 from gcnzc.train.tasks.link import LinkTask
 from gcnzc.train.tasks.node import NodeTask
 
+_KINDS: Mapping[tuple[str, bool], Callable[..., Task]] = {
+    ("node", False): NodeTask,
+    ("node", True): HeteroNodeTask,
+    ("link", False): LinkTask,
+    ("link", True): HeteroLinkTask,
+}
+
 
 def build_task(config: TrainConfig, data: Dataset | HeteroDataset) -> Task:
     """Build the training task that `config` selects, for the graph `data`.
@@ -19,7 +25,5 @@ def build_task(config: TrainConfig, data: Dataset | HeteroDataset) -> Task:
     Raises:
         ValueError: the graph has no labels, or no split of its edges, for the task.
     """
-    kinds: Mapping[str, Callable[[TrainConfig, Any], Task]] = {"node": NodeTask, "link": LinkTask}
-    if isinstance(data, HeteroDataset):
-        kinds = {"node": HeteroNodeTask, "link": HeteroLinkTask}
-    return kinds[config.task](config, data)
+    task = config.graph.task
+    return _KINDS[task.name, isinstance(data, HeteroDataset)](config, data, **task.options)

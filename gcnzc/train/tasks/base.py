@@ -108,7 +108,9 @@ class Task(Protocol):
 
 def build_evaluator(config: TrainConfig) -> Evaluator:
     """Build the evaluator of a run."""
-    return Evaluator(config.evaluate, config.evaluate_fanouts or config.fanouts, config.seed)
+    chosen = config.training.evaluate
+    evaluator: Evaluator = chosen.load()(config.loading, **chosen.given)
+    return evaluator
 
 
 def broadcast_scores(scores: Scores, group: Group | None) -> Scores:

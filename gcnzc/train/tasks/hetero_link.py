@@ -1,7 +1,7 @@
 """The task of link prediction in heterogeneous graphs."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from gcnzc.models.metrics import score_pairs
 from gcnzc.models.ranking import HeldOutEdges, score_ranks
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
+from gcnzc.sampling.link import Exclude
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset, TypedTables
 from gcnzc.train.hetero.edge_split import (
@@ -26,9 +27,9 @@ from gcnzc.train.hetero.edge_split import (
 from gcnzc.train.hetero.encoder import build_hetero_sampler, choose_fanouts
 from gcnzc.train.hetero.inference import hetero_outputs, node_outputs, with_embeddings
 from gcnzc.train.hetero.link_model import HeteroLinkModel, build_hetero_link_model
-from gcnzc.train.hetero_options import DEFAULT_EVALUATE_NEGATIVES
 from gcnzc.train.minibatch_outputs import Spans, minibatch_outputs
 from gcnzc.train.tasks.base import EVALUATED, Progress, Scores, broadcast_scores, build_evaluator
+from gcnzc.train.tasks.link import Decoder
 
 # Rank held-out edges of a heterogeneous graph among all nodes of the destination type.
 #
@@ -124,12 +125,38 @@ def rank_among_all(
 # pairs of a minibatch of an evaluation
 EVALUATED_PAIRS = 4096
 
+# accepted also for destination types of fewer nodes, which it then repeats
+DEFAULT_EVALUATE_NEGATIVES = 100
+
 
 class HeteroLinkTask:
-    """Predict the edges of one type; a `Task`.
+    """The edges of one type.
 
     Each held-out edge is ranked among pairs of its source with random destinations, or with all
     nodes of their type.
+
+    Args:
+        config: options of the run.
+        data: the graph.
+        edge_type: type of the edges to predict, such as user,buys,item, or the name of its
+            relation; by default the only edge type. `load_hetero` has found it.
+        reverse_types: edge types with the reverse edges, such as item,bought_by,user, or names of
+            relations, separated by commas; they are held out together. none: no edge type; auto:
+            those that are found by their edges and names.
+        split: edges that are held out: the latest, of which the test edges are the last (time), or
+            random ones; auto: time if the edges or their nodes have times.
+        valid_edges: fraction of the edges that is held out for validation.
+        test_edges: fraction of the edges that is held out for test.
+        evaluate_negatives: random destinations with which each held-out edge is ranked in an
+            evaluation; all: all nodes of their type to which its source has no training edge (for
+            test: no training or validation edge), which gives recall@K and hit_rate@K instead of
+            auc; more than 100 must be below the number of destinations.
+        decoder: scores a pair from the elementwise product of its embeddings: mlp applies three
+            linear layers, dot sums.
+        num_negatives: negative pairs per edge, with the source of the edge.
+        strict: reject negative pairs that are edges of the graph.
+        exclude: edges excluded from the sampled neighbourhoods: none, those of the minibatch
+            (self), or these and their reverse edges (reverse).
 
     Raises:
         ValueError: the edges cannot be split as the options say.
@@ -140,24 +167,36 @@ class HeteroLinkTask:
     labels: Tensor | None = None
     metric = "mrr"
 
-    def __init__(self, config: TrainConfig, data: HeteroDataset) -> None:
-        if config.metric != "as-is":
-            raise ValueError(
-                f"--metric {config.metric} is of node classification\n\n"
-                "hint: omit --metric; edges of heterogeneous graphs are scored by mrr"
-            )
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: HeteroDataset,
+        *,
+        edge_type: str = "",
+        reverse_types: str = "auto",
+        split: Literal["auto", "time", "random"] = "auto",
+        valid_edges: float = 0.1,
+        test_edges: float = 0.1,
+        evaluate_negatives: int | Literal["all"] = DEFAULT_EVALUATE_NEGATIVES,
+        decoder: Decoder = "mlp",
+        num_negatives: int = 1,
+        strict: bool = True,
+        exclude: Exclude = "reverse",
+    ) -> None:
+        self.evaluate_negatives, self.strict = evaluate_negatives, strict
         self.config, self.data = config, data
-        self.is_temporal = config.temporal != "none"
+        self.is_temporal = config.graph.is_temporal
         self.split = split_edges_of_run(config, data)
         if self.is_temporal and self.split.times is None:
-            missing = describe_missing_times(self.split.edge_type, config.times)
-            remedy = "" if config.times == "both" else "omit --times to use others, or "
+            chosen = config.graph.temporal
+            missing = describe_missing_times(self.split.edge_type, chosen["time"])
+            remedy = "" if chosen["time"] == "both" else "omit time to use others, or "
             raise ValueError(
-                f"--temporal {config.temporal}: {missing}, which limit the neighbours of an edge"
+                f"--temporal {chosen}: {missing}, which limit the neighbours of an edge"
                 f"\n\nhint: {remedy}omit --temporal"
             )
         self.sampler: Any = self._build_sampler(
-            "train", config.fanouts, config.num_negatives, exclude=config.exclude
+            "train", config.loading.fanouts, num_negatives, exclude=exclude
         )
         self.evaluator = build_evaluator(config)
         self.seeds = torch.arange(self.sampler.num_items)
@@ -174,13 +213,13 @@ class HeteroLinkTask:
             self.split.edges[split],
             times=None if times is None else times[split],
             num_negatives=num_negatives,
-            strict=self.config.strict_negatives,
+            strict=self.strict,
             # None removes no edges, because neighbourhoods are earlier than their edge, but checks
             # that reverse types have times
             exclude=None if self.split.are_kept else exclude,
             reverse_types=self.split.reverse_types,
             known=self.data.graph,
-            seed=self.config.seed,
+            seed=self.config.loading.seed,
         )
 
     def model(self) -> nn.Module:
@@ -201,19 +240,19 @@ class HeteroLinkTask:
     ) -> HeteroLoader:
         """Build the loader of the training minibatches; see `HeteroNodeTask.build_loader`."""
         config = self.config
-        assert isinstance(config.batch_size, int), "TrainConfig has checked"
+        assert isinstance(config.loading.batch_size, int), "TrainConfig has checked"
         # before the run has a folder
         self.sampler.check_negatives()
         return HeteroLoader(
             self.sampler,
             None,
-            config.batch_size,
+            config.loading.batch_size,
             tables=table.tables,
             device=device,
-            seed=config.seed,
+            seed=config.loading.seed,
             rank=group.rank,
             world_size=group.world_size,
-            seed_order=config.seed_order,
+            seed_order=config.loading.seed_order,
             **loading,
         )
 
@@ -229,7 +268,7 @@ class HeteroLinkTask:
     ) -> Scores:
         """See `Task`."""
         result: Scores = {}
-        count = self.config.evaluate_negatives
+        count = self.evaluate_negatives
         for split in (name for name in splits if name in EVALUATED):
             if count == "all":
                 scores = self._rank_among_all(model, split, table, device, progress, group)
@@ -267,7 +306,7 @@ class HeteroLinkTask:
             device=device,
             is_sampled=fanouts is not None,
             time=times,
-            threads=config.threads or None,
+            threads=config.loading.threads or None,
             progress=progress,
             group=group,
         )
@@ -325,7 +364,7 @@ class HeteroLinkTask:
             max(1, EVALUATED_PAIRS // (1 + num_negatives)),
             tables=table.tables,
             device=device,
-            threads=self.config.threads or None,
+            threads=self.config.loading.threads or None,
         )
 
         def compute(own: nn.Module, batch: HeteroBatch) -> Tensor:
@@ -348,8 +387,8 @@ class HeteroLinkTask:
         splits: Sequence[str] = EVALUATED,
     ) -> None:
         """See `Task`; there is no choice, but edges must have enough negatives."""
-        if self.config.evaluate_negatives != "all":
-            self._check_evaluate_negatives(self.config.evaluate_negatives, say)
+        if self.evaluate_negatives != "all":
+            self._check_evaluate_negatives(self.evaluate_negatives, say)
             for name in (each for each in splits if each in EVALUATED):
                 times = self.split.times if self.is_temporal else None
                 self.sampler.check_negatives(

@@ -1,7 +1,7 @@
 """The task of node classification in heterogeneous graphs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.models.metrics import score
 from gcnzc.sampling.hetero import HeteroSampler
-from gcnzc.train.config import TrainConfig
+from gcnzc.train.config import Metric, TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset, TypedTables
 from gcnzc.train.hetero.encoder import build_hetero_encoder, build_hetero_sampler, choose_fanouts
 from gcnzc.train.hetero.inference import node_outputs, with_embeddings
@@ -20,25 +20,48 @@ from gcnzc.train.tasks.node import NodeTask
 
 
 class HeteroNodeTask(NodeTask):
-    """The classes of the nodes of one type; a `Task`."""
+    """The classes of the nodes of one type.
+
+    Args:
+        config: options of the run.
+        data: the graph.
+        target: type of the nodes to classify; by default the only type with labels. `load_hetero`
+            has found it.
+        metric, label_smoothing, class_weights: see `NodeTask`.
+    """
 
     data: HeteroDataset
     sampler: HeteroSampler
 
-    def __init__(self, config: TrainConfig, data: HeteroDataset) -> None:
-        if config.temporal != "none" and data.graph.nodes(data.target).time is None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: HeteroDataset,
+        *,
+        target: str = "",
+        metric: Metric = "as-is",
+        label_smoothing: float = 0.0,
+        class_weights: Literal["none", "balanced"] = "none",
+    ) -> None:
+        if config.graph.is_temporal and data.graph.nodes(data.target).time is None:
             raise ValueError(
-                f"--temporal {config.temporal}: node type {data.target!r} of {data.name} has no "
-                "times, which limit the neighbours of its nodes\n\nhint: give these nodes times, "
-                "such as those of their labels, before the graph is saved; in Python, "
+                f"--temporal {config.graph.temporal}: node type {data.target!r} of {data.name} has "
+                "no times, which limit the neighbours of its nodes\n\nhint: give these nodes "
+                "times, such as those of their labels, before the graph is saved; in Python, "
                 "HeteroLoader(seed_times=); or omit --temporal"
             )
-        super().__init__(config, data)
+        super().__init__(
+            config,
+            data,
+            metric=metric,
+            label_smoothing=label_smoothing,
+            class_weights=class_weights,
+        )
         # of the node types without features; set when the model is known
         self.embeddings: Mapping[str, EmbeddingTable] = {}
 
     def _build_sampler(self) -> HeteroSampler:
-        return build_hetero_sampler(self.config, self.data.graph, self.config.fanouts)
+        return build_hetero_sampler(self.config, self.data.graph, self.config.loading.fanouts)
 
     def model(self) -> nn.Module:
         """See `Task`."""
@@ -60,18 +83,18 @@ class HeteroNodeTask(NodeTask):
             loading: arguments of the loader that affect its speed.
         """
         config, data = self.config, self.data
-        assert isinstance(config.batch_size, int), "TrainConfig has checked"
+        assert isinstance(config.loading.batch_size, int), "TrainConfig has checked"
         return HeteroLoader(
             self.sampler,
             (data.target, self.seeds),
-            config.batch_size,
+            config.loading.batch_size,
             labels=data.labels[self.seeds],
             tables=table.tables,
             device=device,
-            seed=config.seed,
+            seed=config.loading.seed,
             rank=group.rank,
             world_size=group.world_size,
-            seed_order=config.seed_order,
+            seed_order=config.loading.seed_order,
             **loading,
         )
 
@@ -139,7 +162,7 @@ class HeteroNodeTask(NodeTask):
             num_columns=self.num_outputs,
             device=device,
             is_sampled=fanouts is not None,
-            threads=config.threads or None,
+            threads=config.loading.threads or None,
             progress=progress,
             group=group,
         )

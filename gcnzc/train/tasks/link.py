@@ -1,7 +1,7 @@
 """The task of link prediction."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +13,30 @@ from gcnzc.graph.dataset import Dataset
 from gcnzc.models.link import Dot, HadamardMLP, LinkModel
 from gcnzc.models.metrics import score_pairs
 from gcnzc.sampling.batch import Batch
-from gcnzc.sampling.link import LinkSampler
+from gcnzc.sampling.link import Exclude, LinkSampler, Negatives
 from gcnzc.sampling.neighbor import SamplerProtocol
+from gcnzc.train.build import build_encoder
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.encoders import build_encoder
 from gcnzc.train.inference import inference
 from gcnzc.train.tasks.base import EVALUATED, Progress, Scores, broadcast_scores, build_evaluator
 
+Decoder: TypeAlias = Literal["mlp", "dot"]
+
 
 class LinkTask:
-    """Predict which pairs of nodes have an edge; see `Task`.
+    """Which pairs of nodes have an edge.
+
+    Args:
+        config: options of the run.
+        data: the graph.
+        decoder: scores a pair from the elementwise product of its embeddings: mlp applies three
+            linear layers, dot sums.
+        negatives: how negative pairs are sampled for an edge: with a random target (uniform), with
+            two random nodes (both), or with the targets of other edges of the minibatch (in-batch).
+        num_negatives: negative pairs per edge.
+        strict: reject negative pairs that are edges of the graph or self loops.
+        exclude: edges excluded from the sampled neighbourhoods: none, those of the minibatch
+            (self), or these and their reverse edges (reverse).
 
     Raises:
         ValueError: the graph has no split of its edges, or an option does not support edges.
@@ -32,46 +46,50 @@ class LinkTask:
     best_accuracy: float | None = None
     labels: Tensor | None = None
 
-    def __init__(self, config: TrainConfig, data: Dataset) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: Dataset,
+        *,
+        decoder: Decoder = "mlp",
+        negatives: Negatives = "uniform",
+        num_negatives: int = 1,
+        strict: bool = True,
+        exclude: Exclude = "reverse",
+    ) -> None:
         if data.links is None:
             raise ValueError(
                 f"the edges of {data.name} have no split, so no edges are held out to predict\n\n"
                 f"hint: `gcnzc prepare {data.folder} DEST --task link` holds out edges for "
                 "validation and test"
             )
-        if config.sampler != "gcnzc":
+        if config.loading.sampler != "gcnzc":
             raise ValueError(
-                f"--sampler {config.sampler} does not support link prediction\n\n"
+                f"--sampler {config.loading.sampler} does not support link prediction\n\n"
                 "hint: use --sampler gcnzc"
             )
-        if config.features == "cached" and config.cache_policy == "presampled":
+        features = config.loading.features
+        if features.name == "cached" and features["policy"] == "presampled":
             raise ValueError(
-                "--cache-policy presampled samples the neighbours of training nodes, not of "
-                "training edges\n\n"
-                "hint: use --cache-policy in-degree"
+                "--features cached:policy=presampled samples the neighbours of training nodes, not "
+                "of training edges\n\nhint: use --features cached:policy=in-degree"
             )
-        if config.negatives == "in-batch" and config.batch_size == 1:
+        if negatives == "in-batch" and config.loading.batch_size == 1:
             raise ValueError(
-                "--negatives in-batch with --batch-size 1: the negative pairs of an edge have the "
+                "negatives=in-batch with --batch-size 1: the negative pairs of an edge have the "
                 "targets of the other edges of its minibatch\n\nhint: use a larger --batch-size"
-            )
-        if config.metric not in ("as-is", data.links.metric):
-            raise ValueError(
-                f"--metric {config.metric} is of node classification\n\n"
-                f"hint: omit --metric; the edges of {data.name} are scored by "
-                f"{data.links.metric}"
             )
         self.config, self.data, self.links = config, data, data.links
         self.metric = self.links.metric
         links = LinkSampler(
             data.graph,
             self.links.edges["train"],
-            config.fanouts,
-            negatives=config.negatives,
-            num_negatives=config.num_negatives,
-            strict=config.strict_negatives,
-            exclude=config.exclude,
-            seed=config.seed,
+            config.loading.fanouts,
+            negatives=negatives,
+            num_negatives=num_negatives,
+            strict=strict,
+            exclude=exclude,
+            seed=config.loading.seed,
         )
         self.sampler: SamplerProtocol = links
         self.evaluator = build_evaluator(config)
@@ -159,7 +177,7 @@ class LinkTask:
 
 def build_link_model(config: TrainConfig, data: Dataset) -> LinkModel:
     """Build the model of a run on the CPU, for the features of `data`."""
-    encoder = build_encoder(config, data, config.hidden)
-    if config.decoder == "dot":
+    encoder = build_encoder(config, data, config.model.hidden)
+    if config.graph.task["decoder"] == "dot":
         return LinkModel(encoder, Dot())
-    return LinkModel(encoder, HadamardMLP(config.hidden, dropout=config.dropout))
+    return LinkModel(encoder, HadamardMLP(config.model.hidden, dropout=config.model.dropout))

@@ -1,7 +1,7 @@
 """The task of node classification."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,8 @@ from gcnzc.graph.dataset import Dataset
 from gcnzc.loader.full_batch import FullBatchLoader
 from gcnzc.models.metrics import RANKING, compute_loss, score
 from gcnzc.sampling.batch import Batch
-from gcnzc.train.config import TrainConfig
-from gcnzc.train.encoders import build_encoder, build_sampler
+from gcnzc.train.build import build_encoder, build_sampler
+from gcnzc.train.config import Metric, TrainConfig
 from gcnzc.train.full_batch import compute_logits
 from gcnzc.train.inference import inference
 from gcnzc.train.label_inputs import LabelInputs, append_labels
@@ -47,31 +47,55 @@ def balanced_weights(labels: Tensor, num_classes: int) -> Tensor:
 
 
 class NodeTask:
-    """The classes of nodes; a `Task`.
+    """The classes of nodes, or their columns of labels.
+
+    Args:
+        config: options of the run.
+        data: the graph.
+        metric: selects the best model; as-is: that of the graph. With several columns of labels,
+            rocauc and average_precision are means over the columns, and the F1 scores are of
+            predictions with a probability above 0.5.
+        label_smoothing: fraction of the target probability that is spread evenly over all classes.
+        class_weights: weights of the classes in the loss; balanced: inversely proportional to their
+            numbers of training nodes, or with several columns of labels, the weight of the label 1
+            is the number of zeros divided by that of ones.
+        label_inputs: fraction of the training nodes whose labels are input features in a training
+            step; the loss is over the other training nodes. In evaluation, the labels of all
+            training nodes are features. 0: no labels are features; 0.5 is common.
 
     Raises:
         ValueError: no node of the training split has a label, or the labels do not match an option.
     """
 
-    def __init__(self, config: TrainConfig, data: Any) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: Any,
+        *,
+        metric: Metric = "as-is",
+        label_smoothing: float = 0.0,
+        class_weights: Literal["none", "balanced"] = "none",
+        label_inputs: float = 0.0,
+    ) -> None:
         if len(data.split["train"]) == 0:
             hint = "use --task link" if data.links else "check the training split of the graph"
             raise ValueError(f"{data.name} has no labelled nodes to train on\n\nhint: {hint}")
         _check_label_columns(data)
-        metric = data.metric if config.metric == "as-is" else config.metric
-        _check_metric(metric, data)
-        if data.labels.ndim == 2 and config.label_smoothing:
+        name: str = data.metric if metric == "as-is" else metric
+        _check_metric(name, data)
+        if data.labels.ndim == 2 and label_smoothing:
             raise ValueError(
-                f"--label-smoothing {config.label_smoothing:g} is for classes, and {data.name} has "
-                f"{data.labels.shape[1]} columns of labels\n\nhint: omit --label-smoothing"
+                f"label_smoothing={label_smoothing:g} is for classes, and {data.name} has "
+                f"{data.labels.shape[1]} columns of labels\n\nhint: omit label_smoothing of --task"
             )
         self.config, self.data = config, data
-        self.metric: str = metric
+        self.metric: str = name
+        self.label_smoothing, self.label_share = label_smoothing, label_inputs
         self.seeds = data.split["train"]
         self.labels: Tensor | None = data.labels
         self.sampler: Any = self._build_sampler()
         self.class_weights: Tensor | None = None
-        if config.class_weights == "balanced":
+        if class_weights == "balanced":
             self.class_weights = balanced_weights(data.labels[self.seeds], data.num_classes)
         # of several columns of labels
         self.known_per_seed: float | None = None
@@ -81,8 +105,8 @@ class NodeTask:
         # each label column has one logit
         self.num_outputs = data.num_classes if data.labels.ndim == 1 else data.labels.shape[1]
         self.label_inputs: LabelInputs | None = None
-        if config.label_inputs:
-            _check_label_inputs(config, len(self.seeds))
+        if label_inputs:
+            _check_label_inputs(config, label_inputs, len(self.seeds))
             self.label_inputs = LabelInputs(data, self.num_outputs, data.labels.ndim == 2)
         # with label inputs, the outputs of some seeds depend on their own labels
         self.has_accuracy = data.labels.ndim == 1 and self.label_inputs is None
@@ -104,7 +128,7 @@ class NodeTask:
         if self.label_inputs is None:
             return model(batch.blocks, batch.x)
         assert batch.x is not None, "the loader has no table"
-        num_seeds, share = len(batch.seeds), self.config.label_inputs
+        num_seeds, share = len(batch.seeds), self.label_share
         is_selected = self.label_inputs.select(batch.nodes, num_seeds, share)
         # read by `loss`, which is called next
         self._is_predicted = ~is_selected[:num_seeds]
@@ -119,7 +143,7 @@ class NodeTask:
         return compute_loss(
             logits,
             labels,
-            label_smoothing=self.config.label_smoothing,
+            label_smoothing=self.label_smoothing,
             class_weights=self.class_weights,
             known_per_seed=self.known_per_seed,
         )
@@ -211,17 +235,18 @@ def _check_label_columns(data: Dataset) -> None:
         )
 
 
-def _check_label_inputs(config: TrainConfig, num_seeds: int) -> None:
-    batch = num_seeds if config.batch_size == "all" else min(config.batch_size, num_seeds)
+def _check_label_inputs(config: TrainConfig, share: float, num_seeds: int) -> None:
+    batch_size = config.loading.batch_size
+    batch = num_seeds if batch_size == "all" else min(batch_size, num_seeds)
     # not batch * (1 - share) < 1, which is rounded to below 1 for 10 nodes and a share of 0.9
-    if batch * config.label_inputs > batch - 1:
+    if batch * share > batch - 1:
         remedy = "a smaller one" if batch > 1 else "more training nodes"
         if batch < num_seeds:
             remedy = (
                 "a larger --batch-size" if batch == 1 else f"{remedy}, or a larger --batch-size"
             )
         raise ValueError(
-            f"--label-inputs {config.label_inputs} leaves less than one of the {batch:,} "
+            f"label_inputs={share} leaves less than one of the {batch:,} "
             f"training nodes of a minibatch to predict\n\nhint: use {remedy}"
         )
 
@@ -232,12 +257,12 @@ def _check_metric(metric: str, data: Dataset) -> None:
     if several and metric == "accuracy":
         raise ValueError(
             f"{data.name} has {data.labels.shape[1]} columns of labels, and accuracy as metric"
-            "\n\nhint: --metric rocauc, average_precision, f1_micro or f1_macro; convert one-hot "
-            "labels to classes by labels.argmax(axis=1)"
+            "\n\nhint: --task node:metric=rocauc, average_precision, f1_micro or f1_macro; convert "
+            "one-hot labels to classes by labels.argmax(axis=1)"
         )
     if not several and metric in RANKING and data.num_classes != 2:
         raise ValueError(
             f"the metric {metric} does not fit {data.name} with {data.num_classes} classes\n\n"
-            f"hint: {metric} is of two classes or of several columns of labels; use --metric "
-            "accuracy or f1_macro"
+            f"hint: {metric} is of two classes or of several columns of labels; use --task "
+            "node:metric=accuracy or f1_macro"
         )

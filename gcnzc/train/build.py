@@ -1,0 +1,240 @@
+"""Build the model and the optimizer of a run from its options."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gcnzc.compress import compression
+from gcnzc.exchange import Group
+from gcnzc.graph.dataset import Dataset
+from gcnzc.models.hetero import HeteroModel
+from gcnzc.models.stack import Model
+from gcnzc.optim import DistributedOptimizer, DropCompute, LocalMethod, ZeroOneSchedule
+from gcnzc.optim.defaults import WARMUP_SHARE
+from gcnzc.sampling.neighbor import Sampler, SamplerProtocol
+from gcnzc.train.config import ONE_BIT, LoadingOptions, ModelOptions, TrainConfig, TrainingOptions
+
+# fewest steps of a warm-up without a warning
+SHORT_WARMUP_STEPS = 10
+
+
+def build_encoder(
+    config: TrainConfig, data: Dataset, num_columns: int, label_columns: int = 0
+) -> Model:
+    """Build the GNN of a run on the CPU.
+
+    Args:
+        config: options of the run.
+        data: the graph, whose features the model reads.
+        num_columns: columns of the outputs.
+        label_columns: columns of labels that follow the features; see `label_inputs`.
+    """
+    assert data.table is not None, "feature_table has checked"
+    in_features = data.table.num_columns + label_columns
+    return build_gnn(config.model, in_features, num_columns, config.layers)
+
+
+def build_gnn(options: ModelOptions, in_features: int, num_columns: int, layers: int) -> Model:
+    """Build the GNN that --model selects, for graphs of one node type."""
+    model: Model = options.model.load()(
+        in_features,
+        options.hidden,
+        num_columns,
+        num_layers=layers,
+        dropout=options.dropout,
+        **options.model.given,
+    )
+    return model
+
+
+def build_hetero_gnn(
+    options: ModelOptions,
+    metadata: Any,
+    in_features: Mapping[str, int],
+    num_columns: int,
+    target: str | Sequence[str],
+    layers: int,
+) -> HeteroModel:
+    """Build the GNN that --model selects, for heterogeneous graphs; see `gcnzc.models.RGCN`."""
+    model: HeteroModel = options.model.load()(
+        metadata,
+        in_features,
+        options.hidden,
+        num_columns,
+        target,
+        num_layers=layers,
+        dropout=options.dropout,
+        **options.model.given,
+    )
+    return model
+
+
+def build_sampler(loading: LoadingOptions, data: Dataset) -> SamplerProtocol:
+    """Build the neighbour sampler that --sampler selects."""
+    if loading.sampler == "dgl":
+        from gcnzc.interop.dgl import DglSampler
+
+        return DglSampler(data.graph, list(loading.fanouts), seed=loading.seed)
+    return Sampler(data.graph, list(loading.fanouts), seed=loading.seed)
+
+
+def build_optimizer(
+    config: TrainConfig, model: nn.Module, group: Group, steps: int, signals: int = 0
+) -> DistributedOptimizer:
+    """Build the update rule of a run, and the strategy that exchanges gradients or updates.
+
+    Args:
+        config: options of the run.
+        model: on this worker's device.
+        group: all workers.
+        steps: steps of the whole run.
+        signals: number of flags that are sent with each exchange.
+
+    Raises:
+        ValueError: an option is out of range, or options contradict each other.
+    """
+    training, strategy = config.training, config.run.strategy
+    run: dict[str, Any] = {"signals": signals, "module": model}
+    clip_norm = training.clip_gradients
+    if training.optimizer.name in ONE_BIT:
+        run |= {"group": group, "total_steps": steps, "clip_norm": clip_norm}
+        return _update_rule(config, model, group, steps, run)
+    inner = _update_rule(config, model, group, steps, {})
+    kind, own = strategy.load(), _with_compression(strategy.given)
+    if issubclass(kind, LocalMethod):
+        if clip_norm is not None:
+            _clip_before_steps(inner, clip_norm)
+        run["total_steps"] = steps
+    else:
+        run["clip_norm"] = clip_norm
+    if issubclass(kind, DropCompute):
+        run["micro_batches"] = training.accumulate
+    method: DistributedOptimizer = kind(inner, group, **run, **own)
+    return method
+
+
+def _update_rule(
+    config: TrainConfig, model: nn.Module, group: Group, steps: int, run: dict[str, Any]
+) -> Any:
+    """Build the optimizer that --optimizer selects."""
+    training = config.training
+    chosen = training.optimizer
+    own = _with_compression(chosen.given)
+    if chosen.name == "muon":
+        run["module"] = model
+    if config.run.strategy.name == "fedglomo":
+        own["momentum"] = 0.0  # it has a momentum of its own
+    if chosen.name in ONE_BIT:
+        warmup = warmup_steps(training, steps)
+        own.pop("warmup", None)
+        if chosen.name == "zero-one-adam":
+            own["schedule"] = ZeroOneSchedule.for_run(steps, warmup)
+        else:
+            own["warmup"] = warmup
+    scale = {"none": 1.0, "linear": group.world_size, "sqrt": group.world_size**0.5}
+    lr = training.learning_rate * scale[training.scale_lr]
+    return chosen.load()(parameter_groups(training, model), lr=lr, **run, **own)
+
+
+def _with_compression(options: dict[str, Any]) -> dict[str, Any]:
+    """Replace the name of a compression, such as topk:0.01, by the compression."""
+    if isinstance(options.get("compress"), str):
+        options["compress"] = compression(options["compress"])
+    return options
+
+
+def parameter_groups(training: TrainingOptions, model: nn.Module) -> list[dict[str, Any]]:
+    """Return the parameters of a model in groups for an optimizer, by their weight decay.
+
+    With --decay weights, parameters of fewer than two dimensions have none: biases, and the scales
+    and shifts of normalization.
+    """
+    if training.decay == "all":
+        return [{"params": list(model.parameters())}]
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups: list[dict[str, Any]] = [{"params": weights}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _clip_before_steps(inner: Optimizer, norm: float) -> None:
+    """Clip the gradients of this worker before each step of an inner optimizer."""
+
+    def clip(optimizer: Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, norm)
+
+    inner.register_step_pre_hook(clip)
+
+
+def warmup_steps(training: TrainingOptions, steps: int) -> int | None:
+    """Return the length of a warm-up in steps, of `steps` in the run; None if it is automatic."""
+    given = training.optimizer.given.get("warmup", WARMUP_SHARE)
+    if given in (None, "auto"):
+        return None
+    number = float(given)
+    return max(1, round(number * steps if number < 1 else number))
+
+
+def format_warmup_warning(training: TrainingOptions, steps: int) -> str:
+    """Return a warning if the warm-up is too short to estimate the variance; else "".
+
+    Args:
+        training: options of the run.
+        steps: steps of the whole run.
+    """
+    name = training.optimizer.name
+    warmup = warmup_steps(training, steps) if name in ONE_BIT else None
+    if warmup is None or warmup >= SHORT_WARMUP_STEPS:
+        return ""
+    return (
+        f"{name} has a warm-up of {warmup} of {steps} steps. The variance is estimated from the "
+        "gradients of these steps, so training may diverge; use more --epochs, a smaller "
+        f"--batch-size, a longer warm-up, as in {name}:warmup=0.3, or another --optimizer"
+    )
+
+
+def format_one_worker_warning(config: TrainConfig, workers: int) -> str:
+    """Return a warning if options that are for several workers are given for one; else "".
+
+    Args:
+        config: the options of the run.
+        workers: the number of workers.
+    """
+    if workers > 1:
+        return ""
+    names = {
+        "strategy": config.run.strategy.name != "average" or bool(config.run.strategy.options),
+        "optimizer": config.training.optimizer.name in ONE_BIT,
+        "seed_order": config.loading.seed_order != "shuffled",
+    }
+    given = [f"--{name.replace('_', '-')} {config[name]}" for name in names if names[name]]
+    if not given:
+        return ""
+    return (
+        f"{', '.join(given)} with one worker, which exchanges nothing; give --workers N, or start "
+        "several workers with torchrun"
+    )
+
+
+def check_options(config: TrainConfig, workers: int) -> None:
+    """Build a small model and its optimizer, so that their classes check their options.
+
+    Args:
+        config: options of the run.
+        workers: the number of workers, also if torchrun has started them.
+
+    Raises:
+        ValueError: an option of --model, --optimizer or --strategy is not valid.
+    """
+    options = config.model.replace(hidden=config.model.model.given.get("heads", 4))
+    with torch.random.fork_rng([]):
+        if options.is_hetero:
+            metadata = ["node"], [("node", "to", "node")]
+            model = build_hetero_gnn(options, metadata, {"node": 1}, 2, "node", config.layers)
+        else:
+            model = build_gnn(options, 1, 2, config.layers)
+        build_optimizer(config, model, Group(0, workers), steps=100)

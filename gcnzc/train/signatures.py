@@ -1,0 +1,217 @@
+"""Read the keyword arguments of a class or function from its source, without importing it.
+
+`gcnzc --help` and the check of `--strategy diloco:local_steps=12` therefore take milliseconds,
+although the class needs torch. Types are those of the signature, and help that of the docstring.
+"""
+
+import ast
+import functools
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+_SIMPLE = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
+# types of the library that text can express; whoever builds the value converts it
+_TEXT = ("Compression", "EdgeType")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A keyword argument: the types that text can express, its default as source, and its help."""
+
+    kinds: tuple[Any, ...]
+    default: str
+    help: str = ""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The first sentence of a docstring, and the arguments that have a default or are required."""
+
+    summary: str
+    arguments: Mapping[str, Argument] = field(default_factory=dict)
+
+
+@functools.cache
+def read(target: str) -> Signature:
+    """Read the signature of `module:name`.
+
+    A class without `__init__`, or whose `__init__` has `**options`, has the arguments of its base.
+    """
+    module, _, name = target.partition(":")
+    node = _definition(module, name)
+    text = ast.get_docstring(node) or ""
+    summary = " ".join(text.partition("\n\n")[0].split())
+    function: Any = node
+    inherited: dict[str, Argument] = {}
+    if isinstance(node, ast.ClassDef):
+        bases = [base for each in node.bases if (base := _resolve(module, each))]
+        for base in reversed(bases):
+            inherited |= read(base).arguments
+        function = next((each for each in node.body if _is_init(each)), None)
+    helps = {key: each.help for key, each in inherited.items()} | _documented(module, text)
+    if function is None:
+        inherited = {k: Argument(v.kinds, v.default, helps[k]) for k, v in inherited.items()}
+        return Signature(summary, inherited)
+    own = {
+        name: Argument(_kinds(module, annotation), _constant(module, default), helps.get(name, ""))
+        for name, annotation, default in _parameters(function.args)
+    }
+    return Signature(summary, (inherited | own) if function.args.kwarg else own)
+
+
+def _is_init(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name == "__init__"
+
+
+def _parameters(given: ast.arguments) -> Iterator[tuple[str, ast.expr | None, ast.expr]]:
+    """Yield name, annotation and default of each argument with a default, or by keyword only."""
+    positional = [*given.posonlyargs, *given.args]
+    with_default = positional[len(positional) - len(given.defaults) :]
+    pairs = [*zip(with_default, given.defaults, strict=True)]
+    pairs += [
+        (each, default or ast.Constant(None))
+        for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
+    for each, default in pairs:
+        yield each.arg, each.annotation, default
+
+
+def _documented(module: str, text: str) -> dict[str, str]:
+    """Return the help of each argument in the section `Args` of a docstring.
+
+    The help of an argument whose text is "see `SAGE`" is that of this class.
+    """
+    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)*)", text, re.MULTILINE)
+    lines = textwrap.dedent(section[1]) if section else ""
+    found = re.findall(r"^(\w+(?:,\s+\w+)*): (.*(?:\n[ ]+.*)*)", lines, re.MULTILINE)
+    helps = {
+        name: " ".join(words.split()) for names, words in found for name in re.split(r",\s+", names)
+    }
+    for name, words in helps.items():
+        other = re.match(r"see `(\w+)`", words)
+        if other and (target := _resolve(module, ast.Name(other[1]))):
+            helps[name] = read(target).arguments.get(name, Argument((), "")).help
+    return helps
+
+
+@functools.cache
+def _tree(module: str) -> ast.Module | None:
+    top, *rest = module.split(".")
+    # of the top-level package alone, because that of a submodule would import its parents
+    spec = find_spec(top)
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin)
+    if rest:
+        path = path.parent.joinpath(*rest)
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _body(module: str) -> list[ast.stmt]:
+    tree = _tree(module)
+    return tree.body if tree is not None else []
+
+
+def _definition(module: str, name: str) -> Any:
+    for node in _body(module):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return node
+    raise LookupError(f"{module} has no {name}")
+
+
+def _imported(module: str, name: str) -> tuple[str, str] | None:
+    """Return the module that a name is imported from, and its name there."""
+    for each in _body(module):
+        if isinstance(each, ast.ImportFrom) and each.module:
+            for alias in each.names:
+                if (alias.asname or alias.name) == name:
+                    return each.module, alias.name
+    return None
+
+
+def _resolve(module: str, node: ast.expr) -> str:
+    """Return `module:name` of a base class in the same package; "" for another."""
+    if not isinstance(node, ast.Name):
+        return ""
+    if any(isinstance(each, ast.ClassDef) and each.name == node.id for each in _body(module)):
+        return f"{module}:{node.id}"
+    found = _imported(module, node.id)
+    if found is None or found[0].split(".")[0] != module.split(".")[0]:
+        return ""
+    return _resolve(found[0], ast.Name(found[1]))
+
+
+def _assigned(module: str, name: str) -> tuple[str, ast.expr] | None:
+    """Find what a name is assigned in a module, or in the one that it is imported from."""
+    for each in _body(module):
+        targets = each.targets if isinstance(each, ast.Assign) else ()
+        if isinstance(each, ast.AnnAssign):
+            targets = (each.target,)
+        is_it = any(isinstance(target, ast.Name) and target.id == name for target in targets)
+        value = getattr(each, "value", None)
+        if is_it and value is not None:
+            return module, value
+    found = _imported(module, name)
+    return _assigned(*found) if found is not None else None
+
+
+def _constant(module: str, node: ast.expr) -> str:
+    """Return the source of a default; a constant, or a field of one, is replaced by its value."""
+    if isinstance(node, ast.Name) and (found := _assigned(module, node.id)):
+        return _constant(*found)
+    if isinstance(node, ast.Attribute):
+        owner = node.value
+        if isinstance(owner, ast.Attribute) and isinstance(owner.value, ast.Name):
+            # a constant of an imported module: `defaults.CO2.local_steps`
+            source = _imported(module, owner.value.id)
+            found = _assigned(".".join(source), owner.attr) if source else None
+        else:
+            found = _assigned(module, owner.id) if isinstance(owner, ast.Name) else None
+        if found and isinstance(found[1], ast.Call) and isinstance(found[1].func, ast.Name):
+            return _field(*found, node.attr)
+    return ast.unparse(node)
+
+
+def _field(module: str, call: Any, name: str) -> str:
+    """Return the source of a field of a dataclass that is built by a call."""
+    fields = [
+        each
+        for each in _definition(module, call.func.id).body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    ]
+    names = [each.target.id for each in fields if isinstance(each.target, ast.Name)]
+    values = {
+        **{key: each.value for key, each in zip(names, fields, strict=True) if each.value},
+        **dict(zip(names, call.args, strict=False)),
+        **{each.arg: each.value for each in call.keywords},
+    }
+    return _constant(module, values[name])
+
+
+def _kinds(module: str, node: ast.expr | None) -> tuple[Any, ...]:
+    """Return the types of an annotation that text can express; () if there are none."""
+    if isinstance(node, ast.BinOp):
+        return _kinds(module, node.left) + _kinds(module, node.right)
+    if isinstance(node, ast.Constant):
+        return (type(None),) if node.value is None else ()
+    if isinstance(node, ast.Name):
+        if node.id in _SIMPLE:
+            return (_SIMPLE[node.id],)
+        if node.id in _TEXT:
+            return (str,)
+        found = _assigned(module, node.id)
+        return _kinds(*found) if found else ()
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+        items = ast.unparse(node.slice)
+        if node.value.id == "Literal":
+            return (Literal[ast.literal_eval(node.slice)],)
+        if node.value.id in ("Sequence", "tuple"):
+            item = next((kind for kind in ("int", "float", "str") if kind in items), None)
+            return (tuple[_SIMPLE[item], ...],) if item else ()
+    return ()
