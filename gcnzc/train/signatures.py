@@ -9,14 +9,15 @@ import functools
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 _SIMPLE = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
 # types of the library that text can express; whoever builds the value converts it
-_TEXT = ("Compression", "EdgeType")
+_TEXT = ("Compression", "EdgeType", "GossipGraph")
+_Parameter: TypeAlias = tuple[str, ast.expr | None, ast.expr]
 
 
 @dataclass(frozen=True)
@@ -46,29 +47,45 @@ def read(target: str) -> Signature:
     node = _definition(module, name)
     text = ast.get_docstring(node) or ""
     summary = " ".join(text.partition("\n\n")[0].split())
-    function: Any = node
-    inherited: dict[str, Argument] = {}
+    found: dict[str, Argument] = {}
+    pairs: list[_Parameter] = []
     if isinstance(node, ast.ClassDef):
-        bases = [base for each in node.bases if (base := _resolve(module, each))]
-        for base in reversed(bases):
-            inherited |= read(base).arguments
+        for base in reversed([base for each in node.bases if (base := _resolve(module, each))]):
+            found |= read(base).arguments
         function = next((each for each in node.body if _is_init(each)), None)
-    helps = {key: each.help for key, each in inherited.items()} | _documented(module, text)
-    if function is None:
-        inherited = {k: Argument(v.kinds, v.default, helps[k]) for k, v in inherited.items()}
-        return Signature(summary, inherited)
-    own = {
-        name: Argument(_kinds(module, annotation), _constant(module, default), helps.get(name, ""))
-        for name, annotation, default in _parameters(function.args)
+        if function is not None and not function.args.kwarg:
+            found = {}
+        pairs += _parameters(function.args) if function is not None else ()
+        pairs += _declared(node)
+        for each in node.body:  # an option of the base that has a fixed value here
+            for target in each.targets if isinstance(each, ast.Assign) else ():
+                found.pop(getattr(target, "id", ""), None)
+    else:
+        pairs += _parameters(node.args)
+    helps = {key: each.help for key, each in found.items()} | _documented(module, text)
+    found |= {
+        name: Argument(_kinds(module, annotation), _constant(module, default))
+        for name, annotation, default in pairs
     }
-    return Signature(summary, (inherited | own) if function.args.kwarg else own)
+    arguments = {k: replace(each, help=helps.get(k, "")) for k, each in found.items()}
+    return Signature(summary, arguments)
 
 
 def _is_init(node: ast.stmt) -> bool:
     return isinstance(node, ast.FunctionDef) and node.name == "__init__"
 
 
-def _parameters(given: ast.arguments) -> Iterator[tuple[str, ast.expr | None, ast.expr]]:
+def _declared(node: ast.ClassDef) -> Iterator[_Parameter]:
+    """Yield name, annotation and default of the options of a class; see `gcnzc.optim.options`."""
+    for each in node.body:
+        call = each.value if isinstance(each, ast.AnnAssign) else None
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "option":
+            named = {key.arg: key.value for key in call.keywords}
+            name = named.get("name", ast.Constant(each.target.id))
+            yield name.value, each.annotation, call.args[0] if call.args else ast.Constant(None)
+
+
+def _parameters(given: ast.arguments) -> Iterator[_Parameter]:
     """Yield name, annotation and default of each argument with a default, or by keyword only."""
     positional = [*given.posonlyargs, *given.args]
     with_default = positional[len(positional) - len(given.defaults) :]
@@ -204,7 +221,9 @@ def _kinds(module: str, node: ast.expr | None) -> tuple[Any, ...]:
         if node.id in _SIMPLE:
             return (_SIMPLE[node.id],)
         if node.id in _TEXT:
-            return (str,)
+            return (type(None), str)
+        if node.id == "Any":  # a number or a word
+            return (int, float, type(None), str)
         found = _assigned(module, node.id)
         return _kinds(*found) if found else ()
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
