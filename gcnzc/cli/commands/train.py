@@ -86,7 +86,7 @@ def summary_lines(result: Mapping[str, Any], folder: Path) -> list[str]:
         lines.append(f"features were gathered at {format_rate(rate)}{share}")
     if "dropped_share" in result:
         lines.append(
-            f"{result['dropped_share']:.1%} of the minibatches were dropped (--strategy dropcompute)"
+            f"{result['dropped_share']:.1%} of the minibatches were dropped by dropcompute"
         )
     if "hit_rate" in result:
         predicted, peers = result["predicted_hit_rate"], result["peer_hit_rate"]
