@@ -221,11 +221,12 @@ class PredictConfig(Options):
         ):
             if is_given and not is_read:
                 raise ValueError(f"--{name} with --{other}\n\nhint: omit one of them")
+        has_time = self.embeddings or self.pairs is not None
         for name, is_given, other, is_read in (
-            ("time", self.time is not None, "pairs or --embeddings", self.embeddings or self.pairs),
+            ("time", self.time is not None, "pairs or --embeddings", has_time),
             ("layer", self.layer is not None, "embeddings", self.embeddings),
             ("node-type", self.node_type is not None, "embeddings", self.embeddings),
-            ("memory", self.memory != "auto", "scratch", self.scratch),
+            ("memory", self.memory != "auto", "scratch", self.scratch is not None),
         ):
             if is_given and not is_read:
                 raise ValueError(f"--{name} has no effect without --{other}\n\nhint: omit it")

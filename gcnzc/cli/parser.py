@@ -132,7 +132,8 @@ def _train_options(given: dict[str, Any]) -> TrainConfig:
 
 def _file_options(given: dict[str, Any]) -> dict[str, Any]:
     """Return the options of --resume or --config; a preset is read by `TrainConfig`."""
-    resumed, preset, path = (given.get(name) for name in ("resume", "preset", "config"))
+    resumed, preset = given.get("resume"), given.get("preset")
+    path = Path(given.get("config", ""))
     if resumed and preset:
         raise UsageError(
             f"--preset {preset} with --resume {resumed}\n\n"
@@ -144,7 +145,7 @@ def _file_options(given: dict[str, Any]) -> dict[str, Any]:
             f"--out {out} with --resume {resumed}\n\n"
             "hint: a resumed run continues in its folder; omit --out"
         )
-    if not (resumed or path):
+    if not resumed and "config" not in given:
         return {}
     if resumed:
         # imported here, since it needs torch
@@ -152,8 +153,8 @@ def _file_options(given: dict[str, Any]) -> dict[str, Any]:
 
         found = read_any(Path(resumed)).to_dict()
     else:
-        found = read_options(Path(path), TrainConfig)
-        is_run = Path(path).suffix == ".json"
+        found = read_options(path, TrainConfig)
+        is_run = path.suffix == ".json"
         if is_run and preset:
             raise UsageError(
                 f"--preset {preset} has no effect with --config {path}, which has all options\n\n"
@@ -163,7 +164,7 @@ def _file_options(given: dict[str, Any]) -> dict[str, Any]:
             if name in found and not is_run:
                 raise UsageError(f"{path}: {name} has no effect in a file\n\nhint: use --{name}")
     # a run has all options, and its folder is not that of another run
-    if resumed or Path(path).suffix == ".json":
+    if resumed or path.suffix == ".json":
         found = {k: v for k, v in found.items() if k not in ("out", "resume", "config")}
     return found
 

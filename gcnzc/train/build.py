@@ -234,7 +234,9 @@ def check_options(config: TrainConfig, workers: int) -> None:
     with torch.random.fork_rng([]):
         if options.is_hetero:
             metadata = ["node"], [("node", "to", "node")]
-            model = build_hetero_gnn(options, metadata, {"node": 1}, 2, "node", config.layers)
+            model: nn.Module = build_hetero_gnn(
+                options, metadata, {"node": 1}, 2, "node", config.layers
+            )
         else:
             model = build_gnn(options, 1, 2, config.layers)
         build_optimizer(config, model, Group(0, workers), steps=100)

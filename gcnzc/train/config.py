@@ -464,7 +464,8 @@ class TrainConfig(Options):
 
     def _complete(self, given: Collection[str]) -> None:
         """Replace the defaults of options that others determine."""
-        strategy, changed = self.run.strategy.name, {}
+        strategy = self.run.strategy.name
+        changed: dict[str, Any] = {}
         if "optimizer" not in given and strategy in OPTIMIZER_OF:
             changed = {"optimizer": OPTIMIZER_OF[strategy]}
         if "accumulate" not in given and strategy == "dropcompute":

@@ -10,10 +10,10 @@ class.
 import functools
 import json
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from gcnzc.train import values
 from gcnzc.train.values import Bounds, Choices, Value, not_among, shown
@@ -111,10 +111,15 @@ class Options:
         return {name: values.to_json(self[name]) for name in rows(type(self))}
 
 
-@functools.cache
 def rows(kind: type) -> Mapping[str, Row]:
     """Return the rows of an `Options` class by name, in the order of the help."""
-    found, hints = {}, get_type_hints(kind)
+    return _rows(cast(Hashable, kind))
+
+
+@functools.cache
+def _rows(kind: Any) -> Mapping[str, Row]:
+    found: dict[str, Row] = {}
+    hints = get_type_hints(kind)
     for own in fields(kind):
         kind_of = hints[own.name]
         if isinstance(kind_of, type) and issubclass(kind_of, Options):

@@ -1,6 +1,7 @@
 """Build the model and the samplers of a run on a heterogeneous graph from its options."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from gcnzc.graph.hetero.graph import HeteroGraph
 from gcnzc.models.hetero import HeteroModel
@@ -43,7 +44,7 @@ def build_hetero_sampler(
         graph: the graph to sample from.
         fanouts: neighbours per node and edge type, input layer first.
     """
-    temporal = config.graph.temporal.name if config.graph.is_temporal else None
+    temporal: Any = config.graph.temporal.name if config.graph.is_temporal else None
     return HeteroSampler(
         graph,
         # the sampler's first hop is from the seeds

@@ -116,7 +116,7 @@ class NodeTask:
         self.whole_graph: FullBatchLoader | None = None
 
     def _build_sampler(self) -> Any:
-        return build_sampler(self.config, self.data)
+        return build_sampler(self.config.loading, self.data)
 
     def model(self) -> nn.Module:
         """See `Task`."""
