@@ -8,7 +8,7 @@ import ast
 import functools
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,14 +52,14 @@ def read(target: str) -> Signature:
     if isinstance(node, ast.ClassDef):
         for base in reversed([base for each in node.bases if (base := _resolve(module, each))]):
             found |= read(base).arguments
-        function = next((each for each in node.body if _is_init(each)), None)
+        function: Any = next((each for each in node.body if _is_init(each)), None)
         if function is not None and not function.args.kwarg:
             found = {}
         pairs += _parameters(function.args) if function is not None else ()
         pairs += _declared(node)
         for each in node.body:  # an option of the base that has a fixed value here
-            for target in each.targets if isinstance(each, ast.Assign) else ():
-                found.pop(getattr(target, "id", ""), None)
+            for assigned in each.targets if isinstance(each, ast.Assign) else ():
+                found.pop(getattr(assigned, "id", ""), None)
     else:
         pairs += _parameters(node.args)
     helps = {key: each.help for key, each in found.items()} | _documented(module, text)
@@ -78,11 +78,13 @@ def _is_init(node: ast.stmt) -> bool:
 def _declared(node: ast.ClassDef) -> Iterator[_Parameter]:
     """Yield name, annotation and default of the options of a class; see `gcnzc.optim.options`."""
     for each in node.body:
-        call = each.value if isinstance(each, ast.AnnAssign) else None
-        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "option":
-            named = {key.arg: key.value for key in call.keywords}
-            name = named.get("name", ast.Constant(each.target.id))
-            yield name.value, each.annotation, call.args[0] if call.args else ast.Constant(None)
+        if not isinstance(each, ast.AnnAssign) or not isinstance(each.value, ast.Call):
+            continue
+        if getattr(each.value.func, "id", "") == "option":
+            named = {key.arg: key.value for key in each.value.keywords}
+            name = named["name"] if "name" in named else ast.Constant(ast.unparse(each.target))
+            default = each.value.args[0] if each.value.args else ast.Constant(None)
+            yield ast.literal_eval(name), each.annotation, default
 
 
 def _parameters(given: ast.arguments) -> Iterator[_Parameter]:
@@ -167,7 +169,7 @@ def _resolve(module: str, node: ast.expr) -> str:
 def _assigned(module: str, name: str) -> tuple[str, ast.expr] | None:
     """Find what a name is assigned in a module, or in the one that it is imported from."""
     for each in _body(module):
-        targets = each.targets if isinstance(each, ast.Assign) else ()
+        targets: Sequence[ast.expr] = each.targets if isinstance(each, ast.Assign) else ()
         if isinstance(each, ast.AnnAssign):
             targets = (each.target,)
         is_it = any(isinstance(target, ast.Name) and target.id == name for target in targets)
@@ -232,5 +234,6 @@ def _kinds(module: str, node: ast.expr | None) -> tuple[Any, ...]:
             return (Literal[ast.literal_eval(node.slice)],)
         if node.value.id in ("Sequence", "tuple"):
             item = next((kind for kind in ("int", "float", "str") if kind in items), None)
-            return (tuple[_SIMPLE[item], ...],) if item else ()
+            kinds = {"int": tuple[int, ...], "float": tuple[float, ...], "str": tuple[str, ...]}
+            return (kinds[item],) if item else ()
     return ()

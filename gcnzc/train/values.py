@@ -44,12 +44,13 @@ class Bounds:
             if isinstance(item, bool) or not isinstance(item, int | float):
                 continue
             most = MAX_COUNT if isinstance(item, int) else MAX_FLOAT
-            for word, bound, is_met in (
+            bounds: tuple[tuple[str, Any, Any], ...] = (
                 ("at least", self.least, item.__ge__),
                 ("above", self.above, item.__gt__),
                 ("below", self.below, item.__lt__),
                 ("at most", most if self.most is None else self.most, item.__le__),
-            ):
+            )
+            for word, bound, is_met in bounds:
                 if bound is not None and not is_met(bound):
                     raise ValueError(f"{name} must be {word} {bound:g}, got {item}")
 
@@ -76,7 +77,7 @@ class Choices:
         """Return the options of a value: its keyword arguments that text can express."""
         found: dict[str, Argument] = {}
         for target in self.targets[name]:
-            found = signatures.read(target).arguments | found
+            found = {**signatures.read(target).arguments, **found}
         return {
             key: each
             for key, each in found.items()
@@ -171,11 +172,12 @@ def _members(kind: Any) -> tuple[Any, ...]:
 def _convert(given: Any, kind: Any) -> Any:
     if kind == type(None):  # noqa: E721 - mypy takes the identity for impossible
         return {None: None, "none": None}[given]
-    if get_origin(kind) is Literal:
+    origin: Any = get_origin(kind)
+    if origin is Literal:
         return {str(each): each for each in get_args(kind)}[str(given)]
     if kind is bool:
         return {"true": True, "false": False}[str(given).lower()]
-    if get_origin(kind) is tuple:
+    if origin is tuple:
         item, *rest = get_args(kind)
         words = given.split(",") if isinstance(given, str) else given
         if item is str and words == [given]:
