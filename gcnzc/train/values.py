@@ -158,8 +158,9 @@ def parse(given: Any, kind: Any, name: str) -> Any:
             return _convert(given, each)
         except (ValueError, TypeError, KeyError, OverflowError):
             continue
-    words = [str(w) for each in kinds if get_origin(each) is Literal for w in get_args(each)]
-    others = [_describe(each) for each in kinds if get_origin(each) is not Literal]
+    literals = [each for each in kinds if get_origin(each) == Literal]
+    words = [str(word) for each in literals for word in get_args(each)]
+    others = [_describe(each) for each in kinds if each not in literals]
     if words and not others:
         raise ValueError(not_among(name, given, words))
     raise ValueError(f"{name} must be {' or '.join([*others, *words])}, got {given!r:.100}")
