@@ -30,6 +30,14 @@ class UsageError(Exception):
     """The command line is not valid."""
 
 
+def usage_error(error: Exception, command: str) -> UsageError:
+    """Return the error of an option that is not valid; its hint, if it has none, is the help."""
+    text = str(error)
+    if "\n\nhint: " not in text:
+        text += f"\n\nhint: `gcnzc {command} --help` lists the options and their defaults"
+    return UsageError(text)
+
+
 class OutputClosed(Exception):
     """The reader of this command's stdout has closed the pipe."""
 
@@ -89,7 +97,7 @@ def _memory_message(text: str) -> str:
     return (
         f"not enough memory: {detail}\n\n"
         "hint: use a smaller --batch-size, --hidden, --threads, or for link prediction "
-        "--num-negatives; the features of a folder that `gcnzc prepare` wrote need not fit into "
+        "num_negatives; the features of a folder that `gcnzc prepare` wrote need not fit into "
         "memory"
     )
 

@@ -8,7 +8,16 @@ from importlib import import_module
 from gcnzc.cli import _openmp as _openmp
 from gcnzc.cli import builtin_graph, launch
 from gcnzc.cli.commands.train import train_command
-from gcnzc.cli.errors import DEBUG, FAILED, PASSING, UsageError, complain, message_of, terminable
+from gcnzc.cli.errors import (
+    DEBUG,
+    FAILED,
+    PASSING,
+    UsageError,
+    complain,
+    message_of,
+    terminable,
+    usage_error,
+)
 from gcnzc.cli.options import COMMANDS
 from gcnzc.cli.output import logged_with, warned_with
 from gcnzc.cli.runs import train_several
@@ -55,8 +64,8 @@ def _train(config: TrainConfig, words: Sequence[str], reporter: Reporter, is_deb
     """Run `gcnzc train`."""
     try:
         check_options(config, read_ranks()[1] if is_worker() else config.run.workers)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    except (TypeError, ValueError) as error:
+        raise usage_error(error, "train") from None
     runs = config.training.runs
     if is_worker():
         if runs > 1:

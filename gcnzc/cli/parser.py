@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from gcnzc.cli.errors import UsageError
+from gcnzc.cli.errors import UsageError, usage_error
 from gcnzc.cli.options import COMMANDS
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.options import Options, Row, read_options, rows, unread
@@ -37,6 +37,7 @@ METAVARS = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 class Parser(argparse.ArgumentParser):
     """A parser that raises an error, with the most similar options as a hint."""
 
+    kind: type[Options]
     flags: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
@@ -44,7 +45,8 @@ class Parser(argparse.ArgumentParser):
         unknown = message.partition("unrecognized arguments: ")[2].split()
         names = [word.partition("=")[0] for word in unknown]
         options = [name for name in names if name.startswith("--")]
-        suggestion = "".join(map(_owner_of, options)) or suggest(options, self.flags)
+        owners = "".join(_owner_of(each, self.kind) for each in options)
+        suggestion = owners or suggest(options, self.flags)
         if unknown and not suggestion and any(name.lstrip("-").isdecimal() for name in names):
             suggestion = "lists have commas and no spaces, such as --fanouts 10,5; "
         if unknown:
@@ -52,10 +54,10 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}\n\nhint: {suggestion}`{self.prog} --help` lists the options")
 
 
-def _owner_of(flag: str) -> str:
+def _owner_of(flag: str, kind: type[Options]) -> str:
     """Say with which value an option is written, such as heads with --model gat; "" if none."""
     name = flag[2:].replace("-", "_")
-    for row in rows(TrainConfig).values():
+    for row in rows(kind).values():
         for value in row.of.targets if row.of else ():
             if row.of and name in row.of.arguments(value):
                 return f"it is an option of {row.flag} {value}, as in {value}:{name}=VALUE; "
@@ -88,10 +90,7 @@ def parse(words: Sequence[str]) -> tuple[str, Options] | None:
         given = vars(build_parser(command, False).parse_args(_joined(rest)))
         return command, _train_options(given) if kind is TrainConfig else kind(**given)
     except ValueError as error:
-        text = str(error)
-        if "\n\nhint: " not in text:
-            text += f"\n\nhint: `gcnzc {command} --help` lists the options and their defaults"
-        raise UsageError(text) from None
+        raise usage_error(error, command) from None
 
 
 def _reject_command(words: Sequence[str]) -> NoReturn:
@@ -151,7 +150,11 @@ def _file_options(given: dict[str, Any]) -> dict[str, Any]:
         # imported here, since it needs torch
         from gcnzc.train.repeated_runs import read_any
 
-        found = read_any(Path(resumed)).to_dict()
+        try:
+            found = read_any(Path(resumed)).to_dict()
+        except ValueError as error:
+            # the command line is valid, and the run is damaged
+            raise RuntimeError(str(error)) from None
     else:
         found = read_options(path, TrainConfig)
         is_run = path.suffix == ".json"
@@ -186,6 +189,7 @@ def build_parser(command: str, shows_all: bool) -> Parser:
             prog, max_help_position=26, width=WIDTH
         ),
     )
+    parser.kind = kind
     titles = {each.name: each.type.__doc__ for each in fields(kind)}  # type: ignore[arg-type]
     for group, members in groupby(own, lambda row: row.group):
         section = parser.add_argument_group(str(titles[group]).lower() if group else "options")
@@ -276,7 +280,7 @@ def show_help(words: Sequence[str]) -> str:
     name, values = words[0].lstrip("-").replace("-", "_"), words[1:]
     if name == "preset":
         return "\n".join(describe_preset(values[0]) if values else list_presets())
-    if name in COMMANDS:
+    if words[0] in COMMANDS and not values:
         return build_parser(name, False).format_help().rstrip()
     known = {key: row for kind, _ in COMMANDS.values() for key, row in rows(kind).items()}
     known |= rows(TrainConfig)
@@ -300,7 +304,8 @@ def _describe_value(row: Row, name: str) -> list[str]:
         raise UsageError(not_among(row.flag, name, row.of.targets))
     own, lines = row.of.defaults.get(name, {}), [f"{row.flag} {name}: {row.of.summary(name)}", ""]
     for key, each in row.of.arguments(name).items():
-        default = shown(own[key]) if key in own else each.default.strip("'\"")
+        default = "VALUE" if each.default is None else each.default.strip("'\"")
+        default = shown(own[key]) if key in own else default
         lines += _columns(f"  {key}={default}", each.help, 34)
     return lines if len(lines) > 2 else [*lines, "  It has no options."]
 

@@ -124,6 +124,7 @@ class GCN(_ModelWithoutHeads):
         in_features, hidden, num_classes, num_layers, dropout: see `SAGE`.
         input_dropout, norm, pre_norm, pre_activation, residual, input_linear: see `SAGE`.
         output_linear, jumping, activation, init: see `SAGE`.
+        self_loops: must be False, since a layer includes the node itself.
     """
 
     layer_class = GCNLayer

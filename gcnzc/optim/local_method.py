@@ -128,7 +128,8 @@ class LocalMethod(WrappingOptimizer):
     is_uniform = True
     """whether all ranks exchange after the same steps; otherwise each rank counts its exchanges"""
     late_phase_remedy = (
-        "fewer local steps (`local_steps`, --local-steps of gcnzc train) let it begin sooner"
+        "fewer local steps (`local_steps`, of gcnzc train --strategy NAME:local_steps=N) let it "
+        "begin sooner"
     )
     compared_options: Sequence[str] = ("compress",)
 

@@ -144,7 +144,10 @@ class DistributedOptimizer(Optimizer):
     accepts_ddp = True
     """whether DistributedDataParallel with `keep_gradients_local` may wrap the model"""
 
-    late_phase_remedy = "a shorter warm-up (`warmup`, --warmup of gcnzc train) lets it begin sooner"
+    late_phase_remedy = (
+        "a shorter warm-up (`warmup`, of gcnzc train --optimizer NAME:warmup=N) lets it begin "
+        "sooner"
+    )
     """how to let the phase of `late_phase` begin sooner"""
 
     # with this flag GradScaler neither unscales gradients nor skips steps; `step` does both

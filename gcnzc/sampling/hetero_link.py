@@ -145,7 +145,7 @@ class HeteroLinkSampler:
                     "a temporal sampler samples the reverse of the edge itself and of later edges"
                     "\n\n"
                     f"hint: give {each} the times of {self.edge_type}, or reverse_types=[] (gcnzc "
-                    "train: --reverse-types none) if they are not reverses"
+                    "train: --task link:reverse_types=none) if they are not reverses"
                 )
 
     @property

@@ -74,8 +74,8 @@ class HeteroNegativeSampler:
                 f"{target} of {self.edge_type}, whose time is {int(times[place])}, so that it has "
                 f"no negative: the earliest node has time {self._times[0]}\n\n"
                 "hint: remove such edges; if nodes exist before their times, or these have another "
-                "unit, HeteroSampler(..., time='edge') (gcnzc train: --times edge) ignores them; "
-                "or build the graph without them"
+                "unit, HeteroSampler(..., time='edge') (gcnzc train: --temporal last:time=edge) "
+                "ignores them; or build the graph without them"
             )
 
     def check_negatives(self, edges: Tensor, times: Tensor | None) -> None:
@@ -161,7 +161,7 @@ class HeteroNegativeSampler:
                 f"{self.edge_type}, whose time is {int(times[failed])}, has no negative: the graph "
                 f"has edges between its source and each of the {num_eligible[failed]} nodes of "
                 f"type {self.edge_type[2]!r} that are not later\n\n"
-                "hint: strict=False (on the command line --no-strict-negatives) allows negatives "
+                "hint: strict=False (gcnzc train: --task link:strict=false) allows negatives "
                 "that are edges of the graph"
             )
         return torch.from_numpy(found)

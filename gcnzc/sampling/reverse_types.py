@@ -142,8 +142,8 @@ def _warn_of_common(
         f"{counts.num_common:,} of {counts.num_own:,} pairs of nodes of {edge_type} have a reverse "
         f"edge in {other}, and about {num_expected:,.0f} would by chance, but {other} is not "
         "treated as a reverse type: these edges may show a model the edges that it predicts\n\n"
-        f"hint: reverse_types=[{other}] (gcnzc train: --reverse-types {','.join(other)}) if they "
-        "are reverse edges, otherwise reverse_types=[] (--reverse-types none)",
+        f"hint: reverse_types=[{other}] (gcnzc train: --task link:reverse_types={','.join(other)}) "
+        "if they are reverse edges, otherwise reverse_types=[] (--task link:reverse_types=none)",
         stacklevel=4,
     )
 
@@ -155,7 +155,7 @@ def _warn_of_name(edge_type: EdgeType, other: EdgeType, counts: _Counts) -> None
             f"{other} has the name of the reverse of {edge_type}, and is treated as such, but only "
             f"{counts.num_common:,} of {smaller:,} pairs of nodes of the smaller type are reverses"
             "\n\n"
-            "hint: reverse_types=[] (gcnzc train: --reverse-types none) if it is not; otherwise "
-            "check the node ids of both types",
+            "hint: reverse_types=[] (gcnzc train: --task link:reverse_types=none) if it is not; "
+            "otherwise check the node ids of both types",
             stacklevel=4,
         )

@@ -1,5 +1,6 @@
 """Build the model and the optimizer of a run from its options."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from gcnzc.optim import DistributedOptimizer, DropCompute, LocalMethod, ZeroOneS
 from gcnzc.optim.defaults import WARMUP_SHARE
 from gcnzc.sampling.neighbor import Sampler, SamplerProtocol
 from gcnzc.train.config import ONE_BIT, LoadingOptions, ModelOptions, TrainConfig, TrainingOptions
+from gcnzc.train.values import MAX_COUNT
 
 # fewest steps of a warm-up without a warning
 SHORT_WARMUP_STEPS = 10
@@ -131,7 +133,7 @@ def _update_rule(
         warmup = warmup_steps(training, steps)
         own.pop("warmup", None)
         if chosen.name == "zero-one-adam":
-            own["schedule"] = ZeroOneSchedule.for_run(steps, warmup)
+            own["schedule"] = zero_one_schedule(steps, warmup=warmup)
         else:
             own["warmup"] = warmup
     scale = {"none": 1.0, "linear": group.world_size, "sqrt": group.world_size**0.5}
@@ -139,10 +141,22 @@ def _update_rule(
     return chosen.load()(parameter_groups(training, model), lr=lr, **run, **own)
 
 
+def zero_one_schedule(steps: int, *, warmup: int | str | None = "default") -> ZeroOneSchedule:
+    """Return the schedule of 0/1 Adam.
+
+    Args:
+        steps: steps of the whole run.
+        warmup: steps before the first local steps, or their fraction of the run, by default 0.15;
+            auto: there are no local steps.
+    """
+    return ZeroOneSchedule.for_run(steps, warmup)
+
+
 def _with_compression(options: dict[str, Any]) -> dict[str, Any]:
     """Replace the name of a compression, such as topk:0.01, by the compression."""
-    if isinstance(options.get("compress"), str):
-        options["compress"] = compression(options["compress"])
+    for name in ("compress", "gradient_compression"):
+        if isinstance(options.get(name), str):
+            options[name] = compression(options[name])
     return options
 
 
@@ -172,10 +186,21 @@ def _clip_before_steps(inner: Optimizer, norm: float) -> None:
 
 def warmup_steps(training: TrainingOptions, steps: int) -> int | None:
     """Return the length of a warm-up in steps, of `steps` in the run; None if it is automatic."""
-    given = training.optimizer.given.get("warmup", WARMUP_SHARE)
+    given = training.optimizer.given.get("warmup", "default")
+    if given == "default":
+        given = WARMUP_SHARE
     if given in (None, "auto"):
         return None
-    number = float(given)
+    try:
+        number = float(given)
+    except ValueError:
+        number = 0.0
+    if not (0 < number < 1 or (1 <= number <= MAX_COUNT and number.is_integer())):
+        raise ValueError(
+            f"warmup of --optimizer {training.optimizer.name} must be a number of steps, a "
+            f"fraction of the run or auto, got {given!r:.100}\n\n"
+            "hint: such as warmup=100 or warmup=0.3"
+        )
     return max(1, round(number * steps if number < 1 else number))
 
 
@@ -230,7 +255,8 @@ def check_options(config: TrainConfig, workers: int) -> None:
     Raises:
         ValueError: an option of --model, --optimizer or --strategy is not valid.
     """
-    options = config.model.replace(hidden=config.model.model.given.get("heads", 4))
+    # the columns of one layer are those of all heads
+    options = config.model.replace(hidden=max(1, config.model.model.given.get("heads", 4)))
     with torch.random.fork_rng([]):
         if options.is_hetero:
             metadata = ["node"], [("node", "to", "node")]
@@ -239,4 +265,10 @@ def check_options(config: TrainConfig, workers: int) -> None:
             )
         else:
             model = build_gnn(options, 1, 2, config.layers)
-        build_optimizer(config, model, Group(0, workers), steps=100)
+        try:
+            build_optimizer(config, model, Group(0, workers), steps=100)
+        except re.error as error:
+            raise ValueError(
+                f"--strategy {config.run.strategy} has an invalid regular expression: {error}\n\n"
+                "hint: fragments are selected by expressions such as 0,bias$"
+            ) from None

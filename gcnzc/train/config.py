@@ -117,12 +117,20 @@ OPTIMIZERS = Choices(
         "muon": (f"{_OPTIM}muon:Muon",),
         "onebit-adam": (f"{_OPTIM}one_bit_adam:OneBitAdam",),
         "onebit-lamb": (f"{_OPTIM}one_bit_lamb:OneBitLamb",),
-        "zero-one-adam": (f"{_OPTIM}zero_one_adam:ZeroOneAdam",),
+        "zero-one-adam": (
+            f"{_OPTIM}zero_one_adam:ZeroOneAdam",
+            "gcnzc.train.build:zero_one_schedule",
+        ),
     },
     supplied=(
         *("lr", "module", "group", "signals", "clip_norm", "total_steps"),
         *("foreach", "maximize", "capturable", "differentiable", "fused"),
     ),
+    summaries={
+        "adam": "Adam of torch.",
+        "adamw": "AdamW of torch: Adam with decoupled weight decay.",
+        "sgd": "SGD of torch: stochastic gradient descent with momentum.",
+    },
     defaults={
         "sgd": {"momentum": 0.9},
         "adamw": {"weight_decay": 0.0},
@@ -575,9 +583,9 @@ def _check_evaluation(evaluate: Value, fanouts: Collection[int]) -> None:
                 f"--evaluate {evaluate}: {len(own)} fanouts for {len(fanouts)} layers\n\n"
                 "hint: give one number per layer, input layer first"
             )
-    if evaluate.name == "sampled" and set(own or fanouts) == {ALL_NEIGHBOURS}:
+    if evaluate.name == "sampled" and not own and set(fanouts) == {ALL_NEIGHBOURS}:
         raise ValueError(
-            f"--evaluate {evaluate} with fanouts {shown(tuple(own or fanouts))}, which sample all "
+            f"--evaluate {evaluate} with --fanouts {shown(tuple(fanouts))}, which sample all "
             "neighbours\n\nhint: --evaluate sampled:fanouts=15,10,5, with one number per layer; "
             "--evaluate needed uses all neighbours"
         )

@@ -115,9 +115,9 @@ def _refusal(
     has: int = 0,
     is_full_batch: bool = False,
 ) -> str:
-    remedy = "use a smaller --hidden, --heads or --batch-size, or fewer --workers"
+    remedy = "use a smaller --hidden or --batch-size, fewer heads, or fewer --workers"
     if is_full_batch:
-        remedy = "use minibatches with --batch-size 1024, or a smaller --hidden or --heads"
+        remedy = "use minibatches with --batch-size 1024, a smaller --hidden or fewer heads"
     amount = "" if needs is None else f"at least {_shown(needs)}, but {who} {_shown(has)}: "
     return f"not enough memory: this run needs {amount}{parts}\n\nhint: {remedy}"
 

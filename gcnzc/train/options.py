@@ -165,7 +165,7 @@ def read_options(path: Path, kind: type) -> dict[str, Any]:
     try:
         text = path.read_bytes().decode()
         table = json.loads(text) if is_json else tomllib.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         remedy = "restore it from a copy" if is_json else "write lines such as `epochs = 20`"
         raise ValueError(
             f"{path} is not {'JSON' if is_json else 'TOML'}: {error}\n\nhint: {remedy}"
@@ -195,7 +195,7 @@ def unread(config: Any, names: Collection[str]) -> list[str]:
     messages = []
     for name in names:
         row = rows(type(config))[name]
-        if row.read_with is None or config[name] == row.default:
+        if row.read_with is None or config[name] == row.parse(row.default):
             continue
         other, readers = row.read_with
         chosen = config[other]

@@ -344,7 +344,7 @@ def reject_hetero_options(**given: object) -> None:
     for name, value in given.items():
         if value is not None:
             # the command line has `--time`, one value for all pairs
-            option = f"--{'time' if name == 'times' else name}"
+            option = f"--{'time' if name == 'times' else name}".replace("_", "-")
             raise ValueError(
                 f"{option} (in Python `{name}`) is given, and the model of the run is for graphs "
                 f"of one node type\n\nhint: omit {option}, which is for heterogeneous graphs"

@@ -101,8 +101,8 @@ def check_task(task: str, *, has_pairs: bool) -> None:
     if task == "link" and not has_pairs:
         raise ValueError(
             "this is a link-prediction run, and predicts scores of pairs\n\n"
-            "hint: --pairs FILE names the pairs (in Python predict_links); `gcnzc embed-nodes RUN "
-            "--out FILE.npy` writes the embeddings of nodes"
+            "hint: --pairs FILE names the pairs (in Python predict_links); `gcnzc predict RUN "
+            "--embeddings --out FILE.npy` writes the embeddings of nodes"
         )
     if task != "link" and has_pairs:
         raise ValueError(

@@ -50,7 +50,7 @@ def format_drop_warning(
 ) -> str:
     """Return a warning if DropCompute has dropped more than its limit in an epoch; else "".
 
-    With a fixed threshold, the limit is the default of --max-dropped. Only the first such epoch of
+    With a fixed threshold, the limit is the default of `max_dropped`. Only the first such epoch of
     a run has a warning.
 
     Args:
@@ -68,7 +68,10 @@ def format_drop_warning(
         each.get("dropped_share", 0.0) > limit for each in earlier
     ):
         return ""
-    remedy = f"Use a larger --compute-threshold, or auto, which aims at no more than {limit:.0%}"
+    remedy = (
+        "Use a larger --strategy dropcompute:threshold=SECONDS, or auto, which aims at no "
+        f"more than {limit:.0%}"
+    )
     if optimizer.deadline.requested_s is None:
         remedy = "The steps take longer than when the threshold was measured"
     return (

@@ -37,6 +37,7 @@ from gcnzc.train.saving import save
 from gcnzc.train.schema import write_schema
 from gcnzc.train.seed_parts import find_parts
 from gcnzc.train.trainer import Trainer
+from gcnzc.train.values import shown
 from gcnzc.train.worker_state import AVERAGE
 
 # required keys of checkpoint.pt
@@ -125,9 +126,11 @@ def check_resumed_options(config: TrainConfig, options: Mapping[str, Any], folde
     """
     given = config.to_dict()
     for name, value in options.items():
-        if name in given and given[name] != value and not rows(TrainConfig)[name].free:
+        row = rows(TrainConfig).get(name)
+        if row is not None and given[name] != value and not row.free:
             raise ValueError(
-                f"the run in {folder} has --{name.replace('_', '-')} {value}, not {given[name]}\n\n"
+                f"the run in {folder} has {row.flag} {shown(row.parse(value))}, not "
+                f"{shown(config[name])}\n\n"
                 "hint: a resumed run keeps its options; start another with --out"
             )
 

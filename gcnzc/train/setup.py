@@ -92,7 +92,7 @@ def feature_table(
         found = "no features" if data.table is None else "features of 0 columns, nothing"
         raise ValueError(
             f"{data.name} has {found} to train on\n\n"
-            f"hint: `gcnzc embed {data.folder} DEST` computes features from the edges"
+            f"hint: `gcnzc prepare {data.folder} DEST --embed 64` computes features from the edges"
         )
     if where == "device" or data.table.is_sparse:
         yield data.table.to(device)

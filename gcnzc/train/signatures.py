@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 _SIMPLE = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
 # types of the library that text can express; whoever builds the value converts it
 _TEXT = ("Compression", "EdgeType", "GossipGraph")
-_Parameter: TypeAlias = tuple[str, ast.expr | None, ast.expr]
+_Parameter: TypeAlias = tuple[str, ast.expr | None, ast.expr | None]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Argument:
     """A keyword argument: the types that text can express, its default as source, and its help."""
 
     kinds: tuple[Any, ...]
-    default: str
+    default: str | None
+    """None if it is required"""
     help: str = ""
 
 
@@ -41,34 +42,43 @@ class Signature:
 def read(target: str) -> Signature:
     """Read the signature of `module:name`.
 
-    A class without `__init__`, or whose `__init__` has `**options`, has the arguments of its base.
+    A class without `__init__`, or whose `__init__` has `**options`, has the arguments of its bases.
     """
-    module, _, name = target.partition(":")
-    node = _definition(module, name)
-    text = ast.get_docstring(node) or ""
-    summary = " ".join(text.partition("\n\n")[0].split())
     found: dict[str, Argument] = {}
-    pairs: list[_Parameter] = []
+    for each in reversed(_ancestry(target)):
+        found = _extend(found, *each.split(":"))
+    text = ast.get_docstring(_definition(*target.split(":"))) or ""
+    return Signature(" ".join(text.partition("\n\n")[0].split()), found)
+
+
+def _ancestry(target: str) -> list[str]:
+    """Return a class and its bases, each before its own bases; a function alone."""
+    module, name = target.split(":")
+    bases = [_resolve(module, each) for each in getattr(_definition(module, name), "bases", ())]
+    found = [target, *(each for base in bases if base for each in _ancestry(base))]
+    # a base of several of these classes is after all of them
+    return [each for place, each in enumerate(found) if each not in found[place + 1 :]]
+
+
+def _extend(inherited: Mapping[str, Argument], module: str, name: str) -> dict[str, Argument]:
+    """Return the arguments of a class or function, given those of the bases."""
+    node, found = _definition(module, name), dict(inherited)
     if isinstance(node, ast.ClassDef):
-        for base in reversed([base for each in node.bases if (base := _resolve(module, each))]):
-            found |= read(base).arguments
         function: Any = next((each for each in node.body if _is_init(each)), None)
+        pairs = [*_parameters(function.args), *_declared(node)] if function else [*_declared(node)]
         if function is not None and not function.args.kwarg:
             found = {}
-        pairs += _parameters(function.args) if function is not None else ()
-        pairs += _declared(node)
         for each in node.body:  # an option of the base that has a fixed value here
             for assigned in each.targets if isinstance(each, ast.Assign) else ():
                 found.pop(getattr(assigned, "id", ""), None)
     else:
-        pairs += _parameters(node.args)
-    helps = {key: each.help for key, each in found.items()} | _documented(module, text)
-    found |= {
-        name: Argument(_kinds(module, annotation), _constant(module, default))
-        for name, annotation, default in pairs
-    }
-    arguments = {k: replace(each, help=helps.get(k, "")) for k, each in found.items()}
-    return Signature(summary, arguments)
+        pairs = [*_parameters(node.args)]
+    documented = _documented(module, ast.get_docstring(node) or "")
+    helps = {key: each.help for key, each in found.items()} | documented
+    for key, annotation, default in pairs:
+        source = None if default is None else _constant(module, default)
+        found[key] = Argument(_kinds(module, annotation), source)
+    return {key: replace(each, help=helps.get(key, "")) for key, each in found.items()}
 
 
 def _is_init(node: ast.stmt) -> bool:
@@ -83,7 +93,7 @@ def _declared(node: ast.ClassDef) -> Iterator[_Parameter]:
         if getattr(each.value.func, "id", "") == "option":
             named = {key.arg: key.value for key in each.value.keywords}
             name = named["name"] if "name" in named else ast.Constant(ast.unparse(each.target))
-            default = each.value.args[0] if each.value.args else ast.Constant(None)
+            default = each.value.args[0] if each.value.args else None
             yield ast.literal_eval(name), each.annotation, default
 
 
@@ -91,11 +101,8 @@ def _parameters(given: ast.arguments) -> Iterator[_Parameter]:
     """Yield name, annotation and default of each argument with a default, or by keyword only."""
     positional = [*given.posonlyargs, *given.args]
     with_default = positional[len(positional) - len(given.defaults) :]
-    pairs = [*zip(with_default, given.defaults, strict=True)]
-    pairs += [
-        (each, default or ast.Constant(None))
-        for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    ]
+    pairs: list[tuple[ast.arg, ast.expr | None]] = [*zip(with_default, given.defaults, strict=True)]
+    pairs += zip(given.kwonlyargs, given.kw_defaults, strict=True)
     for each, default in pairs:
         yield each.arg, each.annotation, default
 
@@ -103,7 +110,8 @@ def _parameters(given: ast.arguments) -> Iterator[_Parameter]:
 def _documented(module: str, text: str) -> dict[str, str]:
     """Return the help of each argument in the section `Args` of a docstring.
 
-    The help of an argument whose text is "see `SAGE`" is that of this class.
+    The help of an argument whose text is "see `SAGE`" is that of this class. With "The arguments
+    are those of `SAGE`" in the docstring, so is the help of all others.
     """
     section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)*)", text, re.MULTILINE)
     lines = textwrap.dedent(section[1]) if section else ""
@@ -114,7 +122,10 @@ def _documented(module: str, text: str) -> dict[str, str]:
     for name, words in helps.items():
         other = re.match(r"see `(\w+)`", words)
         if other and (target := _resolve(module, ast.Name(other[1]))):
-            helps[name] = read(target).arguments.get(name, Argument((), "")).help
+            helps[name] = read(target).arguments.get(name, Argument((), None)).help
+    others = re.search(r"The arguments are those of `(\w+)`", text)
+    if others and (target := _resolve(module, ast.Name(others[1]))):
+        helps = {name: each.help for name, each in read(target).arguments.items()} | helps
     return helps
 
 

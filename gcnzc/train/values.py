@@ -133,7 +133,7 @@ class Value:
         """Return an option's value, or its default."""
         if option in self.given:
             return self.given[option]
-        return ast.literal_eval(self.of.arguments(self.name)[option].default)
+        return ast.literal_eval(str(self.of.arguments(self.name)[option].default))
 
     @property
     def given(self) -> dict[str, Any]:
@@ -141,7 +141,17 @@ class Value:
         return {**self.of.defaults.get(self.name, {}), **self.options}
 
     def load(self) -> Any:
-        """Import the class or function that the name stands for."""
+        """Import the class or function that the name stands for.
+
+        Raises:
+            ValueError: a required option is not given.
+        """
+        for key, each in self.of.arguments(self.name).items():
+            if each.default is None and key not in self.given:
+                flag = self.of.flag
+                raise ValueError(
+                    f"{flag} {self} has no {key}\n\nhint: {flag} {self.name}:{key}=VALUE"
+                )
         module, _, name = self.of.targets[self.name][0].partition(":")
         return getattr(import_module(module), name)
 
@@ -158,7 +168,7 @@ def parse(given: Any, kind: Any, name: str) -> Any:
             return _convert(given, each)
         except (ValueError, TypeError, KeyError, OverflowError):
             continue
-    literals = [each for each in kinds if get_origin(each) == Literal]
+    literals = [each for each in kinds if _origin(each) is Literal]
     words = [str(word) for each in literals for word in get_args(each)]
     others = [_describe(each) for each in kinds if each not in literals]
     if words and not others:
@@ -166,14 +176,18 @@ def parse(given: Any, kind: Any, name: str) -> Any:
     raise ValueError(f"{name} must be {' or '.join([*others, *words])}, got {given!r:.100}")
 
 
+def _origin(kind: Any) -> Any:
+    return get_origin(kind)
+
+
 def _members(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return get_args(kind) if _origin(kind) in (Union, types.UnionType) else (kind,)
 
 
 def _convert(given: Any, kind: Any) -> Any:
     if kind == type(None):  # noqa: E721 - mypy takes the identity for impossible
         return {None: None, "none": None}[given]
-    origin: Any = get_origin(kind)
+    origin = _origin(kind)
     if origin is Literal:
         return {str(each): each for each in get_args(kind)}[str(given)]
     if kind is bool:

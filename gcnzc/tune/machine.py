@@ -200,7 +200,7 @@ def case_of(data: Dataset, fanouts: tuple[int, ...], batch_size: int) -> Case:
     if data.table is None or data.table.num_columns == 0:
         raise ValueError(
             f"{data.name} has no features to gather\n\n"
-            f"hint: `gcnzc embed {data.folder} DEST` computes features from its edges"
+            f"hint: `gcnzc prepare {data.folder} DEST --embed 64` computes features from its edges"
         )
     seeds = data.split.get("train", torch.empty(0))
     if len(seeds) == 0:

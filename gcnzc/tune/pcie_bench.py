@@ -100,7 +100,7 @@ def shape_of(path: Path) -> Shape:
     if about is None or about["columns"] == 0:
         raise ValueError(
             f"{path} has no features to read\n\n"
-            f"hint: `gcnzc embed {path} DEST` computes features from its edges"
+            f"hint: `gcnzc prepare {path} DEST --embed 64` computes features from its edges"
         )
     if found["kind"] != "prepared":
         columns, dtype = about["columns"], about["dtype"]

@@ -241,11 +241,11 @@ def _check_folder(config: TrainConfig, path: Path) -> None:
 def _open_graph(config: TrainConfig, path: Path) -> HeteroGraph:
     """Memory-map a graph; in a temporal run, its columns are sorted by the times that count.
 
-    A folder's columns are sorted for `both`. Columns that are not sorted for `--times` are copied
-    to memory.
+    A folder's columns are sorted for `both`. Columns that are not sorted for the option `time`
+    are copied to memory.
 
     Raises:
-        ValueError: `--times edge` or `--times node` is given, and there are no such times.
+        ValueError: the option `time` of --temporal is edge or node, and there are no such times.
     """
     graph = HeteroGraph.load(path)
     kind = config.graph.time_kind
@@ -254,7 +254,9 @@ def _open_graph(config: TrainConfig, path: Path) -> HeteroGraph:
     if not _has_times(graph, kind):
         of = {"edge": "edge", "node": "source of an edge"}[kind]
         other: TimeKind = "node" if kind == "edge" else "edge"
-        remedy = f"--times {other}" if _has_times(graph, other) else "omit --temporal and --times"
+        name = config.graph.temporal.name
+        has_other = _has_times(graph, other)
+        remedy = f"--temporal {name}:time={other}" if has_other else "omit --temporal"
         raise ValueError(
             f"--temporal {config.graph.temporal}: no {of} in {path} has a time\n\nhint: {remedy}"
         )
@@ -294,7 +296,7 @@ def _find_target(config: TrainConfig, graph: HeteroGraph, path: Path) -> str:
     if len(labelled) != 1:
         raise ValueError(
             f"{path} has {len(labelled)} node types with labels\n\n"
-            f"hint: --target {' or '.join(labelled)}"
+            f"hint: --task node:target={' or target='.join(labelled)}"
             if labelled
             else f"no node type of {path} has labels to train on\n\n"
             "hint: HeteroGraph.from_arrays takes labels and split of a node type"

@@ -86,8 +86,8 @@ def split_edges(
         kind = "random" if times is None else "time"
     if kind == "time" and times is None:
         raise ValueError(
-            f"--edge-split time: {describe_missing_times(edge_type, time)}\n\n"
-            "hint: --edge-split random; with --temporal, another --times may select existing times"
+            f"--task link:split=time: {describe_missing_times(edge_type, time)}\n\n"
+            "hint: use split=random; with --temporal, another `time` may select existing times"
         )
     count, width = edges.shape[1], graph.num_nodes(edge_type[2])
     if reverse_types is None and not keep:

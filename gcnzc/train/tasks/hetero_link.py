@@ -416,13 +416,13 @@ class HeteroLinkTask:
             return
         if count > DEFAULT_EVALUATE_NEGATIVES:
             raise ValueError(
-                f"--evaluate-negatives {count}, but there are {num_nodes:,} nodes of type "
-                f"{name!r}\n\nhint: --evaluate-negatives all (in Python evaluate_negatives='all') "
-                "ranks each edge among all of them"
+                f"evaluate_negatives={count}, but there are {num_nodes:,} nodes of type "
+                f"{name!r}\n\nhint: evaluate_negatives=all ranks each edge among all "
+                "of them"
             )
         say(
             f"evaluation: each edge is ranked among {count} random nodes of type {name!r}, of "
-            f"which there are {num_nodes:,}, so that nodes repeat; --evaluate-negatives all "
+            f"which there are {num_nodes:,}, so that nodes repeat; evaluate_negatives=all "
             "ranks it among all of them"
         )
 
