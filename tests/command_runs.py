@@ -9,7 +9,7 @@ from quick_runs import made_once
 from gcnzc.cli import main
 
 SIZES = ["--nodes", "1500", "--edges", "6000", "--num-features", "16", "--classes", "4"]
-SMALL = ["--epochs", "2", "--fanouts", "4,4", "--layers", "2", "--hidden", "16"]
+SMALL = ["--epochs", "2", "--fanouts", "4,4", "--hidden", "16"]
 SMALL += ["--batch-size", "32", "--lr", "0.01"]
 
 

@@ -58,7 +58,7 @@ def train_optimizers(folder: Path) -> None:
                 model(torch.randn(4, 40)).square().mean().backward()
             lockstep([optimizer.algorithm() for optimizer in optimizers])
         lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
-    sizes = ["--epochs", "1", "--hidden", "8", "--layers", "2", "--fanouts", "4,4"]
+    sizes = ["--epochs", "1", "--hidden", "8", "--fanouts", "4,4"]
     link, edges = ["--task", "link"], str(folder / "edges")
     run("prepare", str(tiny().write(folder / "graph")), edges, *link)
     run("train", edges, *link, *sizes, "--out", str(folder / "link"))

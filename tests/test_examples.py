@@ -144,3 +144,14 @@ def test_gasloc_is_diloco_if_all_ranks_have_the_same_minibatches(world_size):
         for method in (example["GASLoC"], example["DiLoCo"])
     )
     assert torch.allclose(own, its, rtol=0, atol=1e-5)
+
+
+@pytest.mark.processes
+def test_an_example_without_arguments_shows_its_usage():
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "read_npz.py"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: ")
+    assert "required: archive" in done.stderr
+    assert "Traceback" not in done.stderr

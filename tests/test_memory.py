@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def found_of(optimizer="adam", **options):
-    config = TrainConfig(layers=2, fanouts=(2, 2), optimizer=optimizer, **options)
+    config = TrainConfig(fanouts=(2, 2), optimizer=optimizer, **options)
     return footprint_of(config, lambda: gnn.SAGE(10, 7, 3, 2), 1000, 10, 200)
 
 

@@ -111,7 +111,7 @@ def test_the_wheel_is_imported_without_the_checkout(installed, tmp_path):
 @pytest.mark.slow
 def test_the_wheel_trains_without_the_checkout(installed, tmp_path):
     graph = ["--nodes", "300", "--edges", "900", "--num-features", "8", "--classes", "3"]
-    sizes = ["--hidden", "8", "--layers", "1", "--fanouts", "3", "--epochs", "1"]
+    sizes = ["--hidden", "8", "--fanouts", "3", "--epochs", "1"]
     for words in (
         ["make", "raw", *graph],
         ["prepare", "raw", "data"],

@@ -17,9 +17,9 @@ from gcnzc.graph.prepare import prepare
 from gcnzc.optim import Averaged, DistributedOptimizer
 from gcnzc.train import checkpoint, results
 from gcnzc.train.config import TrainConfig
+from gcnzc.train.errors import Interrupted
 from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
-from gcnzc.train.trainer import Interrupted
 
 
 class Listener(NullReporter):
@@ -42,6 +42,11 @@ def planted(factory: pytest.TempPathFactory, *shape: int) -> Path:
         prepare(folder / "raw", folder / "graph")
 
     return made_once(factory, f"planted-{'-'.join(map(str, shape))}", write) / "graph"
+
+
+def strategy_of(name: str) -> str:
+    """A strategy for one worker, with the option that it requires."""
+    return f"{name}:quorum=1" if name == "decoupled-diloco" else name
 
 
 class Stopped(Exception):
@@ -133,7 +138,7 @@ def train_as_worker(
     # as in `quick_runs`
     results.curves = lambda runs, file: file.touch()
     torch.manual_seed(0)
-    with init_group(timeout_s=config.timeout_s) as group:
+    with init_group(timeout_s=config.run.timeout_s) as group:
         try:
             found = train(config, folder, listener, group)
         except Interrupted as error:

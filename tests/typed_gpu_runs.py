@@ -23,17 +23,14 @@ def main():
     for device in ("cpu", "cuda"):
         config = TrainConfig(
             data=folder / "shop",
-            task="link",
-            edge_type="buys",
+            # evaluated without the area under the curve, for which sklearn would be imported
+            task="link:edge_type=buys,evaluate_negatives=all",
             model="hetero-sage",
-            layers=2,
             hidden=8,
             fanouts=(3, 3),
-            embedding_dim=4,
+            embeddings="adagrad:dim=4",
             batch_size=120,
             epochs=1,
-            # without the area under the curve, for which sklearn would be imported
-            evaluate_negatives="all",
             trace=2,
             device=device,
         )

@@ -9,7 +9,7 @@ PAPERS, AUTHORS, CLASSES = 600, 200, 3
 WRITES, WRITTEN = ("author", "writes", "paper"), ("paper", "written_by", "author")
 CITES = ("paper", "cites", "paper")
 # options of small and fast runs
-SIZES = {"fanouts": (4, 4), "layers": 2, "hidden": 16, "batch_size": 64, "lr": 0.01}
+SIZES = {"fanouts": (4, 4), "hidden": 16, "batch_size": 64, "lr": 0.01}
 SIZES |= {"epochs": 3, "dropout": 0.2}
 
 

@@ -13,7 +13,7 @@ from bench.network.launchers import launchers, wait_for, workers_of
 from gcnzc import load
 from gcnzc.train.epoch_stats import seeds_checksum
 
-OPTIONS = "--layers 2 --fanouts 5,5 --hidden 16 --batch-size 30 --evaluate-every 1000"
+OPTIONS = "--fanouts 5,5 --hidden 16 --batch-size 30 --evaluate-every 1000"
 OPTIONS += " --checkpoint-every-s 0.3 --timeout-s 10"
 ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parents[2])}
 

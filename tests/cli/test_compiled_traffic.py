@@ -51,12 +51,3 @@ def test_interpreted_kernels_are_rejected(codes, capsys):
         assert "hint: unset TRITON_INTERPRET" in error
     else:
         assert "PTX is not executed with Triton" in error
-
-
-def test_unknown_architectures_are_rejected(capsys):
-    assert main(["pcie", "--compile-for", "80,91"]) == 2
-    error = capsys.readouterr().err
-    assert "error: --compile-for: sm_91 is not an architecture that Triton compiles for" in error
-    assert "hint: use some of 75,80" in error
-    assert main(["pcie", "--compile-for", "80"]) == 2
-    assert "error: --compile-for needs the features of a graph" in capsys.readouterr().err

@@ -19,8 +19,8 @@ from gcnzc import load
 from gcnzc.cli import launch, main
 from gcnzc.exchange import Group, lockstep
 from gcnzc.train.epoch_stats import seeds_checksum
+from gcnzc.train.errors import SavedRun
 from gcnzc.train.record import Launch
-from gcnzc.train.trainer import SavedRun
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
@@ -42,7 +42,7 @@ def graph(tmp_path_factory):
 def started(graph, run, *words, program=("-m", "gcnzc"), cwd=None, **environment):
     """The launcher of a run, and none of its processes left at the end."""
     command = [sys.executable, *program, "train", str(graph), "--out", str(run)]
-    command += ["--layers", "2", "--fanouts", "5,5", "--hidden", "16", "--batch-size", "30"]
+    command += ["--fanouts", "5,5", "--hidden", "16", "--batch-size", "30"]
     with subprocess.Popen(
         [*command, "--checkpoint-every-s", "0.3", "--timeout-s", "30", *words],
         stdout=subprocess.PIPE,
@@ -271,8 +271,8 @@ def test_a_worker_that_its_launcher_may_restart_reports_no_error(
     def stop(*_):
         raise SavedRun(10, tmp_path)
 
-    monkeypatch.setattr("gcnzc.cli.init_group", lambda *_, **__: nullcontext(Group()))
-    monkeypatch.setattr("gcnzc.cli.train_command", stop)
+    monkeypatch.setattr("gcnzc.cli.execute.init_group", lambda *_, **__: nullcontext(Group()))
+    monkeypatch.setattr("gcnzc.cli.execute.train_command", stop)
     # with gcnzc's launcher, a status of 0 lets it end the run
     assert main(["train", str(tmp_path)]) == (0 if own_launcher else 1)
     err = capsys.readouterr().err

@@ -25,7 +25,7 @@ def torchrun(graph, run, per_node, *words, machines="2"):
     launcher += ["--rdzv-id", "7", "--rdzv-conf", "join_timeout=60,read_timeout=10"]
     launcher += ["--nproc-per-node", str(per_node), "--rdzv-backend", "c10d", "--max-restarts", "2"]
     launcher += ["--rdzv-endpoint", "machine0:29400", "-m", "gcnzc", "train", str(graph)]
-    sizes = ["--layers", "2", "--fanouts", "5,5", "--hidden", "16", "--batch-size", "30"]
+    sizes = ["--fanouts", "5,5", "--hidden", "16", "--batch-size", "30"]
     return [*launcher, *sizes, "--out", str(run), *words]
 
 

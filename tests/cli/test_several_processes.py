@@ -21,7 +21,7 @@ from gcnzc.cli import main
 from gcnzc.datasets.generate import Shape, make
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = ["--layers", "2", "--fanouts", "3,3", "--hidden", "4", "--batch-size", "100"]
+OPTIONS = ["--fanouts", "3,3", "--hidden", "4", "--batch-size", "100"]
 OPTIONS += ["--threads", "1"]
 # until a signal ends it; nothing is evaluated
 ENDLESS = [*OPTIONS, "--epochs", "1000000", "--evaluate-every", "1000000"]

@@ -10,10 +10,10 @@ from training import planted
 from gcnzc.cli import main
 from gcnzc.cli.parser import parse
 from gcnzc.train import run as train_run
+from gcnzc.train.errors import Interrupted
 from gcnzc.train.progress import NullReporter
-from gcnzc.train.trainer import Interrupted
 
-OPTIONS = ["--layers", "2", "--fanouts", "3,3", "--hidden", "4", "--batch-size", "100"]
+OPTIONS = ["--fanouts", "3,3", "--hidden", "4", "--batch-size", "100"]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def record_of(run: Path) -> list[dict]:
 
 
 def test_the_summary_of_a_run_with_a_feature_cache_has_its_hit_rates(graph, tmp_path, capsys):
-    cache = ["--features", "cached", "--cache-size", "0.5"]
+    cache = ["--features", "cached:size=0.5"]
     result, err = train(capsys, [graph, *OPTIONS, "--epochs", 1, *cache, "--out", tmp_path / "run"])
     (line,) = [line for line in err.splitlines() if "feature cache" in line and "hit" in line]
     assert f"{result['hit_rate']:.1%}" in line
@@ -62,7 +62,7 @@ class StopAt(NullReporter):
 
 def stopped_run(graph, run, text):
     """Start a run of 9 epochs, evaluated after each fifth one, and stop it; see `StopAt`."""
-    config = parse(["train", str(graph), *OPTIONS, "--epochs", "9", "--evaluate-every", "5"])
+    _, config = parse(["train", str(graph), *OPTIONS, "--epochs", "9", "--evaluate-every", "5"])
     with pytest.raises(Interrupted):
         train_run.train(config, run, StopAt(text))
     return run

@@ -36,7 +36,7 @@ def test_a_run_reports_missing_labels_and_distant_classes_of_a_folder(tmp_path, 
     gcnzc.prepare(dest=tmp_path / "data", edges=EDGES, features=X, labels=labels, splits=SPLITS)
     assert "data: the labels have 3 different classes, and none from 2 to 254" in caplog.text
     listener = Listener()
-    config = TrainConfig(data=tmp_path / "data", fanouts=(2,), layers=1, epochs=1, hidden=4)
+    config = TrainConfig(data=tmp_path / "data", fanouts=(2,), epochs=1, hidden=4)
     train(config, tmp_path / "run", listener)
     assert "3 of 24 labels are missing" in listener.said
     assert any(said.startswith("warning: the labels have 3 different") for said in listener.said)

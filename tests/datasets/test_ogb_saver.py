@@ -218,7 +218,7 @@ def test_heterogeneous_node_property_datasets(written):
 )
 def test_runs_are_scored_by_the_stored_metric(written, tmp_path, capsys, name, metric, options):
     assert main(["prepare", str(folder_of(written, name)), str(tmp_path / "data")]) == 0
-    sizes = ["--layers", "1", "--fanouts", "4", "--hidden", "8", "--epochs", "1"]
+    sizes = ["--fanouts", "4", "--hidden", "8", "--epochs", "1"]
     capsys.readouterr()
     run = ["train", str(tmp_path / "data"), "--out", str(tmp_path / "run"), *sizes, *options]
     assert main(run) == 0

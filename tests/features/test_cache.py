@@ -21,8 +21,8 @@ from gcnzc.loader.loader import Loader
 from gcnzc.train import record
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
-from gcnzc.train.options import parse_cache_size
 from gcnzc.train.run import train
+from gcnzc.train.values import parse_share
 
 SHARES = [0.01, 0.05, 0.2]
 
@@ -393,17 +393,16 @@ def test_a_cache_of_sparse_rows_counts_hits_on_the_host():
     ],
 )
 def test_cache_sizes_are_parsed(words, size):
-    assert parse_cache_size(words) == size
-    assert type(parse_cache_size(words)) is type(size)
+    found = parse_share(words, "size", "of the rows")
+    assert (found, type(found)) == (size, type(size))
 
 
 @pytest.mark.parametrize(
     "words", ["0", "1.1", "20", "2G", "GB", "", "-0.1", "0.2.1", "0B", "x", "nan"]
 )
 def test_invalid_cache_size_strings_are_rejected(words):
-    with pytest.raises(ValueError, match="--cache-size must be a fraction") as error:
-        TrainConfig(cache_size=words)
-    assert "\n\nhint: " in str(error.value)
+    with pytest.raises(ValueError, match=r"size must be a fraction of the rows.*\n\nhint: "):
+        parse_share(words, "size", "of the rows")
 
 
 @pytest.fixture(scope="module")
@@ -416,11 +415,11 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("cache_policy", ["presampled", "in-degree"])
 def test_training_reports_the_hit_rate(cache_policy, folder, tmp_path):
-    sizes = {"fanouts": (3, 3), "layers": 2, "hidden": 8, "batch_size": 128, "epochs": 2}
+    sizes = {"fanouts": (3, 3), "hidden": 8, "batch_size": 128, "epochs": 2}
     config = TrainConfig(data=folder, **sizes, lr=0.01, device="cpu")
     plain = train(config, tmp_path / "plain")
-    options = {"features": "cached", "cache_size": "0.1", "cache_policy": cache_policy}
-    line = train(replace(config, **options), tmp_path / "cached")
+    cached = config.replace(features=f"cached:size=0.1,policy={cache_policy}")
+    line = train(cached, tmp_path / "cached")
     assert line["test_accuracy"] == plain["test_accuracy"]
     assert "hit_rate" not in plain
     evaluated = evaluate(EvaluateConfig(run=tmp_path / "cached", device="cpu"))

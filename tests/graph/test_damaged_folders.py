@@ -16,7 +16,7 @@ from gcnzc.cli import main
 
 SIZES = ["--nodes", "300", "--edges", "1200", "--num-features", "8"]
 SIZES += ["--classes", "3", "--seed", "1"]
-TRAINING = ["--layers", "2", "--hidden", "8", "--epochs", "1"]
+TRAINING = ["--hidden", "8", "--epochs", "1"]
 TRAINING += ["--batch-size", "64", "--threads", "1"]
 # all neighbours, so that every value that is damaged is read
 FANOUTS = "--fanouts=-1,-1"
@@ -57,7 +57,7 @@ COMMANDS = {
         *("train", data, *TRAINING, "--fanouts", "1,1", "--out", out)
     ],
     "evaluate": lambda data, run, out: ["evaluate", run, data],
-    "embed": lambda data, run, out: ["embed", data, out, "--dims", "4"],
+    "embed": lambda data, run, out: ["prepare", data, out, "--embed", "4"],
     "predict": lambda data, run, out: ["predict", run, data, "--out", f"{out}.csv"],
     "predict test": lambda data, run, out: [
         *("predict", run, data, "--nodes", "test", "--out", f"{out}.csv")

@@ -109,9 +109,7 @@ def test_a_folder_keeps_labels_and_splits_and_trains(tmp_path):
     assert torch.equal(own.nodes("user").labels, graph.nodes("user").labels)
     for name in ("user", "order"):
         assert parts(own, name) == parts(graph, name)
-    config = TrainConfig(
-        data=tmp_path / "g", model="rgcn", fanouts=(2,), layers=1, epochs=1, hidden=4
-    )
+    config = TrainConfig(data=tmp_path / "g", model="rgcn", fanouts=(2,), epochs=1, hidden=4)
     assert "test_accuracy" in train(config, tmp_path / "run")
 
 

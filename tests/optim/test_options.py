@@ -39,9 +39,8 @@ from gcnzc.optim import (
     ZeroOneAdam,
     ZeroOneSchedule,
 )
-from gcnzc.train.config import TrainConfig
-from gcnzc.train.optimizers import build_method
-from gcnzc.train.strategies import STRATEGIES
+from gcnzc.train.build import build_optimizer
+from gcnzc.train.config import STRATEGIES, TrainConfig
 
 ADAMS = (OneBitAdam, OneBitLamb, ZeroOneAdam)
 WRAPPERS = (Averaged, LocalSGD, DiLoCo, StreamingDiLoCo, CO2)
@@ -465,11 +464,11 @@ def train_noisily(parameters, optimizers, steps, growth=1.0):
 @pytest.mark.parametrize("steps", [40, 7000])
 @pytest.mark.parametrize("method", BY_NAME)
 def test_class_and_command_line_have_the_same_defaults(method, steps):
-    assert method in STRATEGIES or method in COMPRESSED
+    assert method in STRATEGIES.targets or method in COMPRESSED
     group, parameters = Group(0, 4), list(nn.Linear(30, 20).parameters())
     option = "optimizer" if method in COMPRESSED else "strategy"
     config = TrainConfig(lr=0.001, **{option: method})
-    of_command_line = build_method(config, nn.Linear(30, 20), group, steps)
+    of_command_line = build_optimizer(config, nn.Linear(30, 20), group, steps)
     # only a share of the run depends on its length
     options = {"total_steps": steps, "weight_decay": 0.0} if method in COMPRESSED else {}
     of_class = with_defaults(method, parameters, group, **options)
@@ -529,7 +528,7 @@ def test_rank_0_warns_once_of_a_phase_that_begins_late(method):
         train_noisily(*default_team(method, 20, total_steps=100, **options), 60)
     (warning,) = caught
     assert str(warning.message).startswith(f"{message} in the first 50 steps of 100\n")
-    option = "--local-steps" if "no exchange" in message else "--warmup"
+    option = "local_steps" if "no exchange" in message else "warmup"
     assert re.search(rf"\n\nhint: .*{option}", str(warning.message))
 
 

@@ -2,12 +2,11 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
 from processes import results
-from training import Listener, lines, planted, saved, stop_after, train_as_worker
+from training import Listener, assert_same_weights, lines, planted, saved, train_as_worker
 
 from gcnzc.cli.commands.train import summary_lines
 from gcnzc.loader.seeds import Shares
@@ -19,11 +18,11 @@ from gcnzc.train.config import TrainConfig
 from gcnzc.train.results import format_drop_warning
 from gcnzc.train.run import train
 from gcnzc.train.setup import format_steps_warning
-from gcnzc.train.trainer import Interrupted
 
 # none of these depends on which seeds share a minibatch
-LEARNING = {"schedule": "cosine", "warmup_epochs": 0.5, "label_smoothing": 0.1}
-LEARNING |= {"class_weights": "balanced", "clip_gradients": 0.5, "weight_decay": 0.01}
+LEARNING = {"schedule": "cosine", "warmup_epochs": 0.5}
+LEARNING |= {"task": "node:label_smoothing=0.1,class_weights=balanced"}
+LEARNING |= {"clip_gradients": 0.5, "optimizer": "sgd:weight_decay=0.01"}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,6 @@ def config(tmp_path_factory):
     return TrainConfig(
         data=graph,
         fanouts=(-1, -1),
-        layers=2,
         hidden=8,
         batch_size=20,
         accumulate=4,
@@ -89,8 +87,8 @@ def check_equal_runs(one, other):
 
 
 def test_a_run_equals_one_with_larger_minibatches(config, tmp_path):
-    config = replace(config, **LEARNING)
-    whole = replace(config, batch_size=80, accumulate=1)
+    config = config.replace(**LEARNING)
+    whole = config.replace(batch_size=80, accumulate=1)
     train(whole, tmp_path / "whole")
     result = train(config, tmp_path / "parts")
     # the last step of an epoch has fewer minibatches
@@ -101,9 +99,9 @@ def test_a_run_equals_one_with_larger_minibatches(config, tmp_path):
 
 
 def test_two_workers_equal_one_and_resume_as_two_or_as_one(config, tmp_path):
-    config = replace(config, **LEARNING)
-    train(replace(config, batch_size=80, accumulate=1), tmp_path / "alone")
-    config = replace(config, batch_size=10)
+    config = config.replace(**LEARNING)
+    train(config.replace(batch_size=80, accumulate=1), tmp_path / "alone")
+    config = config.replace(batch_size=10)
     whole, cut, other = tmp_path / "whole", tmp_path / "cut", tmp_path / "other"
     results(2, tmp_path, train_as_worker, config, whole)
     check_equal_runs(tmp_path / "alone", whole)
@@ -111,34 +109,13 @@ def test_two_workers_equal_one_and_resume_as_two_or_as_one(config, tmp_path):
     assert stopped[0] == "stopped in epoch 1; all files are saved"
     assert saved(cut)["loader"]["position"] == 8
     shutil.copytree(cut, other)
-    results(2, tmp_path, train_as_worker, replace(config, resume=cut), cut)
-    check_same_end(cut, whole)
-    train(replace(config, resume=other), other)
+    results(2, tmp_path, train_as_worker, config.replace(resume=cut), cut)
+    assert lines(cut)[-1]["loss"] == lines(whole)[-1]["loss"]
+    assert_same_weights(cut, whole)
+    train(config.replace(resume=other), other)
     for mine, its in zip(lines(other), lines(whole), strict=True):
         # each seed is used once, also by another number of workers
         assert mine["seeds_checksum"] == its["seeds_checksum"]
-
-
-def check_same_end(run, whole):
-    assert lines(run)[-1]["loss"] == lines(whole)[-1]["loss"]
-    for name, value in weights_of(whole).items():
-        assert torch.equal(weights_of(run)[name], value), name
-
-
-@pytest.mark.parametrize("stop_at", [1, 3, 5])
-def test_a_run_resumes_bit_for_bit(stop_at, config, tmp_path, monkeypatch):
-    config = replace(config, dropout=0.3, fanouts=(5, 5), schedule="linear")
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    train(config, whole)
-    minibatches = -(-lines(whole)[0]["seeds"] // 20)
-    with monkeypatch.context() as patch:
-        stop_after(stop_at, patch)
-        with pytest.raises(Interrupted):
-            train(config, cut)
-    # after the last step of an epoch, all of its minibatches are used
-    assert saved(cut)["loader"]["position"] == min(4 * stop_at, minibatches)
-    train(replace(config, resume=cut), cut)
-    check_same_end(cut, whole)
 
 
 def test_a_single_step_per_epoch_is_a_warning(config):
@@ -169,12 +146,12 @@ class Scripted(ComputeClock):
 def use_drop_compute(threshold, patch=setattr):
     """Let runs in this process train with DropCompute."""
 
-    def build(config, model, group, steps, signals, **options):
-        inner = torch.optim.SGD(model.parameters(), config.lr, momentum=0.9)
-        own = {"micro_batches": config.accumulate, "threshold": threshold}
+    def build(config, model, group, steps, signals):
+        inner = torch.optim.SGD(model.parameters(), config.training.lr, momentum=0.9)
+        own = {"micro_batches": config.training.accumulate, "threshold": threshold}
         return DropCompute(inner, group, signals, clock=Scripted(), module=model, **own)
 
-    patch(train_module, "build_method", build)
+    patch(train_module, "build_optimizer", build)
 
 
 def train_with_drops(config, folder, threshold):
@@ -191,7 +168,7 @@ def test_the_dropped_share_is_recorded_and_shown_and_too_large_a_one_is_a_warnin
     use_drop_compute(3.5, monkeypatch.setattr)
     reporter = Listener()
     found = train(config, tmp_path / "one", reporter)
-    results(2, tmp_path, train_with_drops, replace(config, batch_size=10), tmp_path / "two", 3.5)
+    results(2, tmp_path, train_with_drops, config.replace(batch_size=10), tmp_path / "two", 3.5)
     for run in (tmp_path / "one", tmp_path / "two"):
         for line, whole in zip(lines(run), lines(tmp_path / "plain"), strict=True):
             # full minibatches are dropped, and the last one of an epoch may be smaller
@@ -215,7 +192,7 @@ def test_the_dropped_share_is_recorded_and_shown_and_too_large_a_one_is_a_warnin
     # once, and not in each epoch
     (warning,) = [text for text in reporter.said if "their seeds were not used" in text]
     assert "of the minibatches of epoch 1 were dropped, more than 10%; their seeds" in warning
-    assert "were not used. Use a larger --compute-threshold" in warning
+    assert "were not used. Use a larger --strategy dropcompute:threshold=" in warning
 
 
 def test_the_limit_of_dropped_minibatches_is_that_of_the_run():

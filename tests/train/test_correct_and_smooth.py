@@ -9,7 +9,6 @@ from torch.nn import functional
 
 import gcnzc
 from gcnzc import Graph, prepare
-from gcnzc.cli import main
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.correct_and_smooth import Propagation, correct, correct_and_smooth, smooth
 from gcnzc.train.evaluation import evaluate
@@ -92,16 +91,26 @@ def run(tmp_path_factory):
         test_idx=order[400:],
     )
     prepare(folder / "g.npz", folder / "graph", bidirected=True)
-    config = TrainConfig(data=folder / "graph", layers=1, fanouts=(1,), epochs=2, hidden=8)
+    config = TrainConfig(data=folder / "graph", fanouts=(1,), epochs=2, hidden=8)
     train(config, folder / "run")
     return folder / "run"
 
 
 def test_the_validation_split_alone_chooses(run, tmp_path, monkeypatch):
     plain = evaluate(EvaluateConfig(run=run))
-    options = {"correct_and_smooth": True, "correct_steps": 10, "smooth_steps": 10}
-    config = EvaluateConfig(run=run, **options, predictions=tmp_path / "p.npy")
-    line = evaluate(config)
+
+    def evaluated(**options):
+        own = {"correct_steps": 10, "smooth_steps": 10} | options
+        words = ",".join(f"{name}={value}" for name, value in own.items())
+        return evaluate(
+            EvaluateConfig(
+                run=run,
+                postprocess=f"correct-and-smooth:{words}",
+                predictions=tmp_path / "p.npy",
+            )
+        )
+
+    line = evaluated()
     choice = line["correct_and_smooth"]
     assert choice["is_used"]
     assert choice["before"]["valid"] == plain["valid_accuracy"]
@@ -112,36 +121,20 @@ def test_the_validation_split_alone_chooses(run, tmp_path, monkeypatch):
     # every pair of values by itself: the chosen one has the best validation score
     each = {}
     for pair in ((first, second) for first in (0.5, 0.95) for second in (0.5, 0.8)):
-        alphas = {"correct_alpha": (pair[0],), "smooth_alpha": (pair[1],)}
-        each[pair] = evaluate(replace(config, **alphas))["valid_accuracy"]
-    several = {"correct_alpha": (0.5, 0.95), "smooth_alpha": (0.5, 0.8)}
-    chosen = evaluate(replace(config, **several))["correct_and_smooth"]
+        alphas = {"correct_alpha": pair[0], "smooth_alpha": pair[1]}
+        each[pair] = evaluated(**alphas)["valid_accuracy"]
+    chosen = evaluated(correct_alpha="0.5,0.95", smooth_alpha="0.5,0.8")["correct_and_smooth"]
     pair = chosen["correct_alpha"], chosen["smooth_alpha"]
     assert each[pair] == max(each.values())
     # labels of other nodes than training nodes have no effect on the predictions
     data = gcnzc.load(run.parent / "graph")
     outputs = torch.randn(600, 4)
-    task = NodeTask(TrainConfig(data=run.parent / "graph", layers=1, fanouts=(1,)), data)
-    one = {"correct_alpha": (0.8,), "smooth_alpha": (0.8,)}
-    options = EvaluateConfig(run=run, correct_and_smooth=True, correct_steps=3, **one)
-    found = correct_and_smooth(options, outputs, data, task, lambda *_: None)
+    task = NodeTask(TrainConfig(data=run.parent / "graph", fanouts=(1,)), data)
+    options = {"correct_steps": 3, "correct_alpha": (0.8,), "smooth_alpha": (0.8,)}
+    found = correct_and_smooth(outputs, data, task, lambda *_: None, **options)
     labels = data.labels.clone()
     labels[data.split["test"]] = (labels[data.split["test"]] + 1) % 4
     other = replace(data, labels=labels)
-    again = correct_and_smooth(options, outputs, other, task, lambda *_: None)
+    again = correct_and_smooth(outputs, other, task, lambda *_: None, **options)
     assert torch.equal(found.probabilities, again.probabilities)
     assert found.choice["after"]["test"] != again.choice["after"]["test"]
-
-
-def test_options_are_checked(capsys):
-    for words, message in (
-        (["--correct-alpha", "1.5"], "--correct-alpha must be numbers in [0, 1], got 1.5"),
-        (["--smooth-steps", "-1"], "--smooth-steps must be at least 0, got -1"),
-        (["--error-scale", "0"], "--error-scale must be above 0 and at most 1000, got 0"),
-        (["--correct-alpha", "x"], "--correct-alpha: 'x' is not a list of numbers"),
-        (["--predictions", "p.csv"], "hint: --predictions p.npy; `gcnzc predict` writes .csv"),
-    ):
-        assert main(["evaluate", "run", "--correct-and-smooth", *words]) == 2
-        assert message in capsys.readouterr().err
-    assert main(["evaluate", "run", "--smooth-steps", "3"]) == 2
-    assert "--smooth-steps has no effect without --correct-and-smooth" in capsys.readouterr().err

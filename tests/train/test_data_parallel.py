@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from limits import HANG_S, NEVER_S
 from processes import results, talk, workers
 from slow_cases import mark_slow
 from torch import nn
-from training import planted, saved, train_as_worker
+from training import assert_same_weights, planted, saved, train_as_worker
 
 import gcnzc
 from gcnzc import FeatureTable, Graph, Loader, cli
@@ -140,7 +139,6 @@ def config(tmp_path_factory):
     return TrainConfig(
         data=graph,
         fanouts=(5, 5),
-        layers=2,
         hidden=16,
         batch_size=60,
         epochs=2,
@@ -167,17 +165,17 @@ def train_with_buffers(config, folder):
 
 
 # options of the update, with which two workers compute the result of one as well
-LEARNING = {"schedule": "cosine", "warmup_epochs": 0.5, "label_smoothing": 0.1}
-LEARNING |= {"class_weights": "balanced", "clip_gradients": 0.5}
-LEARNING |= {"weight_decay": 0.01, "decay": "weights"}
+LEARNING = {"schedule": "cosine", "warmup_epochs": 0.5, "clip_gradients": 0.5}
+LEARNING |= {"task": "node:label_smoothing=0.1,class_weights=balanced"}
+LEARNING |= {"optimizer": "sgd:weight_decay=0.01", "decay": "weights"}
 
 
 @pytest.mark.parametrize("norm", ["none", "batch"])
 def test_two_workers_compute_the_result_of_one(norm, config, tmp_path):
     if norm == "none":
-        config = replace(config, **LEARNING)
-    alone = train(replace(config, norm=norm), tmp_path / "alone")
-    halves = replace(config, norm=norm, batch_size=30)
+        config = config.replace(**LEARNING)
+    alone = train(config.replace(model=f"sage:norm={norm}"), tmp_path / "alone")
+    halves = config.replace(model=f"sage:norm={norm}", batch_size=30)
     found = results(2, tmp_path, train_with_buffers, halves, tmp_path / "two")
     assert found[0]["workers"] == 2
     # both evaluate the same model: the statistics of their shares are combined
@@ -187,7 +185,7 @@ def test_two_workers_compute_the_result_of_one(norm, config, tmp_path):
         for name, buffer in mine.items():
             assert torch.equal(buffer, theirs[name]), name
             assert buffer.count_nonzero() > 0, name
-    assert len(found[0]["buffers"]) == config.epochs
+    assert len(found[0]["buffers"]) == config.training.epochs
     assert found[0]["bytes_sent"] > 0
     # both have chosen the same model by the same scores
     assert found[0]["best_epoch"] == found[1]["best_epoch"]
@@ -211,7 +209,7 @@ def test_two_workers_compute_the_result_of_one(norm, config, tmp_path):
 
 
 def test_the_timeline_shows_all_workers_on_one_clock(config, tmp_path):
-    results(2, tmp_path, train_as_worker, replace(config, trace=5), tmp_path / "run")
+    results(2, tmp_path, train_as_worker, config.replace(trace=5), tmp_path / "run")
     events = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
     lanes = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert {"worker 0, model", "worker 1, model"} <= lanes
@@ -245,7 +243,7 @@ def sent(run):
 
 
 def test_a_run_resumes_bit_for_bit_and_with_another_number_of_workers(config, tmp_path):
-    config = replace(config, batch_size=30, dropout=0.3)
+    config = config.replace(batch_size=30, dropout=0.3)
     whole = tmp_path / "whole"
     (expected_result, _) = results(2, tmp_path, train_as_worker, config, whole)
     assert expected_result["bytes_sent"] == sum(map(sum, sent(whole)))
@@ -257,10 +255,10 @@ def test_a_run_resumes_bit_for_bit_and_with_another_number_of_workers(config, tm
     assert state["loader"]["position"] == 7
     shutil.copytree(tmp_path / "cut", tmp_path / "other")
     for folder, after in ((tmp_path / "cut", 2), (tmp_path / "other", 3)):
-        more = replace(config, resume=folder)
+        more = config.replace(resume=folder)
         found = results(after, tmp_path, train_as_worker, more, folder)
         assert found[0]["workers"] == after
-        expected = seeds_checksum(gcnzc.load(config.data).split["train"])
+        expected = seeds_checksum(gcnzc.load(config.graph.data).split["train"])
         for line, its in zip(
             lines(folder / "record.jsonl"), lines(whole / "record.jsonl"), strict=True
         ):
@@ -275,8 +273,7 @@ def test_a_run_resumes_bit_for_bit_and_with_another_number_of_workers(config, tm
             assert 0.9 * bytes_sent < found_bytes < 1.1 * bytes_sent, (epoch, rank)
     first, second = sent(whole)
     assert second[1] < 1.1 * first[1]
-    for name, value in saved(whole)["model"].items():
-        assert torch.equal(saved(tmp_path / "cut")["model"][name], value)
+    assert_same_weights(whole, tmp_path / "cut")
 
 
 def wait_for_record(run, tmp_path):
@@ -310,7 +307,7 @@ def choose_folder_with_errors(folder, words):
 
 
 def test_worker_0_chooses_the_folder_and_an_error_of_any_worker_reaches_all(config, tmp_path):
-    words = ["train", config.data, "--layers", 2, "--fanouts", "5,5", "--hidden", 16]
+    words = ["train", config.graph.data, "--fanouts", "5,5", "--hidden", 16]
     words += ["--batch-size", 30, "--epochs", 1, "--timeout-s", NEVER_S]
     found = results(2, tmp_path, choose_folder_with_errors, tmp_path, words)
     # worker 1 chooses nothing
@@ -331,7 +328,7 @@ def test_a_non_finite_gradient_is_skipped_on_all_ranks_and_reported(config, tmp_
 
 
 def test_a_killed_worker_is_reported_and_the_checkpoint_is_whole(config, tmp_path):
-    config = replace(config, epochs=10_000, checkpoint_every_s=0.2, timeout_s=NEVER_S)
+    config = config.replace(epochs=10_000, checkpoint_every_s=0.2, timeout_s=NEVER_S)
     with workers(3, tmp_path, train_as_worker, config, tmp_path / "run") as processes:
         wait_for_record(tmp_path / "run", tmp_path)
         os.kill(processes[2].pid, signal.SIGKILL)

@@ -20,7 +20,7 @@ from gcnzc.train.inference import inference
 from gcnzc.train.run_folder import read_config
 
 SIZES = ["--nodes", "600", "--edges", "3000", "--num-features", "8", "--classes", "3"]
-OPTIONS = ["--layers", "2", "--fanouts", "4,4", "--hidden", "8", "--epochs", "1", "--device", "cpu"]
+OPTIONS = ["--fanouts", "4,4", "--hidden", "8", "--epochs", "1", "--device", "cpu"]
 CPU = torch.device("cpu")
 METHODS = ("needed", "exact", "sampled", "auto")
 
@@ -165,41 +165,22 @@ def test_every_method_is_recorded_and_scores_alike(task, graph, tmp_path, capsys
         run = tmp_path / method
         words = ["--task", task, *OPTIONS, "--evaluate", method, "--out", run]
         if method == "sampled":
-            words += ["--evaluate-fanouts", "-1,-1"]
+            words[words.index(method)] += ":fanouts=-1,-1"
         lines[method], err = line_of(capsys, "train", source, *words)
         record = json.loads((run / "record.jsonl").read_text().splitlines()[-1])
         chosen = lines[method]["evaluation"]
         assert record["evaluation"] == chosen
         assert (chosen == method) == (method != "auto")
         assert ("evaluation: " in err) == (method == "auto")
-        assert read_config(run).evaluate == method
+        assert read_config(run).training.evaluate.name == method
         key = f"test_{lines[method]['metric']}"
         assert lines[method][key] == pytest.approx(lines["needed"][key], abs=0.02)
     # the scores of `gcnzc evaluate`
     expected, _ = line_of(capsys, "evaluate", run)
     assert expected["evaluation"] == "exact"
     for method in METHODS:
-        words = ["--evaluate-fanouts", "-1,-1"] if method in ("auto", "sampled") else []
-        found, err = line_of(capsys, "evaluate", run, "--evaluate", method, *words)
+        own = ":fanouts=-1,-1" if method in ("auto", "sampled") else ""
+        found, err = line_of(capsys, "evaluate", run, "--evaluate", method + own)
         assert found.keys() == expected.keys()
         assert ("evaluation: " in err) == (method == "auto")
         assert found[key] == pytest.approx(expected[key], abs=0.02)
-
-
-def test_wrong_options_are_rejected(graph, tmp_path, capsys):
-    run = tmp_path / "run"
-    assert main(["train", str(graph / "g"), *OPTIONS, "--out", str(run)]) == 0
-    train, evaluate = ["train", graph / "g", *OPTIONS], ["evaluate", run]
-    for words, message in (
-        ([*train, "--evaluate", "sampled", "--evaluate-fanouts", "3"], "1 --evaluate-fanouts (3)"),
-        ([*train, "--evaluate-fanouts", "3,3"], "has no effect with --evaluate needed"),
-        ([*train, "--evaluate", "sampled", "--evaluate-fanouts", "0,3"], "at least 1"),
-        ([*evaluate, "--evaluate-fanouts", "3,3"], "has no effect with --evaluate exact"),
-        ([*evaluate, "--evaluate", "needed", "--predictions", "x.npy"], "the outputs of all nodes"),
-        ([*evaluate, "--evaluate", "sampled", "--evaluate-fanouts", "3"], "for 2 layers"),
-    ):
-        capsys.readouterr()
-        assert main([*map(str, words)]) in (1, 2)
-        error = capsys.readouterr().err
-        assert message in error
-        assert "hint: " in error

@@ -15,7 +15,7 @@ from training import assert_same_run
 
 from gcnzc.graph import load
 
-OPTIONS = ["--epochs", "4", "--batch-size", "64", "--fanouts", "5,5", "--layers", "2"]
+OPTIONS = ["--epochs", "4", "--batch-size", "64", "--fanouts", "5,5"]
 OPTIONS += ["--hidden", "32", "--checkpoint-every-s", "0.02", "--threads", "2"]
 
 

@@ -2,23 +2,21 @@
 
 import signal
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from training import assert_same_weights, planted, saved
 
 from gcnzc import load
-from gcnzc.cli import main
 from gcnzc.models import gnn
 from gcnzc.train import full_batch, memory
 from gcnzc.train.config import EvaluateConfig, TrainConfig
+from gcnzc.train.errors import Interrupted
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.memory import footprint_of
 from gcnzc.train.progress import NullReporter
 from gcnzc.train.record import read
 from gcnzc.train.run import train
-from gcnzc.train.trainer import Interrupted
 
 
 @pytest.fixture(scope="module")
@@ -28,19 +26,18 @@ def graph(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(graph) -> TrainConfig:
-    sizes = {"layers": 2, "hidden": 16, "batch_size": "all"}
+    sizes = {"hidden": 16, "batch_size": "all", "fanouts": (-1, -1)}
     return TrainConfig(data=graph, **sizes, epochs=30, lr=0.02, dropout=0.2)
 
 
-@pytest.mark.parametrize("model", ["sage", "gcn", "gin", "gat", "gatv2"])
+@pytest.mark.parametrize("model", ["sage", "gcn", "gin:norm=batch", "gat:heads=2", "gatv2:heads=2"])
 def test_every_model_learns_in_one_step_per_epoch(model, config, tmp_path):
-    norm = "batch" if model == "gin" else "none"
-    line = train(replace(config, model=model, heads=2, norm=norm), tmp_path / "run")
+    line = train(config.replace(model=model), tmp_path / "run")
     # there are four classes
     assert line["valid_accuracy"] > 0.55
     assert line["options"]["fanouts"] == [-1, -1]
     records = read(tmp_path / "run" / "record.jsonl")
-    seeds = len(load(config.data).split["train"])
+    seeds = len(load(config.graph.data).split["train"])
     assert [(record["steps"], record["seeds"]) for record in records] == [(1, seeds)] * 30
     # rows are gathered in the first epoch only
     assert records[0]["payload_bytes"] > 0
@@ -61,8 +58,8 @@ class Stopping(NullReporter):
 
 
 def test_a_run_resumes_bit_for_bit(config, tmp_path):
-    config = replace(config, epochs=12, schedule="cosine", warmup_epochs=3.0, norm="batch")
-    config = replace(config, checkpoint_every_s=0, optimizer="adamw")
+    config = config.replace(epochs=12, schedule="cosine", warmup_epochs=3.0)
+    config = config.replace(checkpoint_every_s=0, optimizer="adamw", model="sage:norm=batch")
     train(config, tmp_path / "whole")
     train(config, tmp_path / "again")
     assert_same_weights(tmp_path / "whole", tmp_path / "again")
@@ -71,7 +68,7 @@ def test_a_run_resumes_bit_for_bit(config, tmp_path):
         train(config, tmp_path / "cut", Stopping())
     assert saved(tmp_path / "cut")["in_epoch"]
     assert saved(tmp_path / "cut")["loader"]["position"] == 1
-    train(replace(config, resume=tmp_path / "cut"), tmp_path / "cut")
+    train(config.replace(resume=tmp_path / "cut"), tmp_path / "cut")
     assert_same_weights(tmp_path / "cut", tmp_path / "whole")
     one, other = saved(tmp_path / "cut")["lines"], saved(tmp_path / "whole")["lines"]
     for name in ("loss", "lr", "seeds", "seeds_checksum", "valid_accuracy"):
@@ -80,7 +77,7 @@ def test_a_run_resumes_bit_for_bit(config, tmp_path):
 
 def test_a_large_graph_is_evaluated_layer_by_layer(config, tmp_path, monkeypatch):
     """A pass over all nodes would need much more memory than a step on a few of them."""
-    config = replace(config, epochs=2)
+    config = config.replace(epochs=2)
     used = []
     compute_logits = full_batch.compute_logits
     monkeypatch.setattr(
@@ -95,25 +92,6 @@ def test_a_large_graph_is_evaluated_layer_by_layer(config, tmp_path, monkeypatch
     assert len(used) == 2
     assert one["valid_accuracy"] == pytest.approx(other["valid_accuracy"], abs=0.01)
     assert_same_weights(tmp_path / "one", tmp_path / "other")
-
-
-@pytest.mark.parametrize(
-    ("words", "message", "hint"),
-    [
-        ("--fanouts 5,5", "--fanouts 5,5 with --batch-size all", "omit --fanouts"),
-        # the default, if it is given
-        ("--layers 3 --fanouts 15,10,5", "--fanouts 15,10,5 with --batch-size all", "give -1"),
-        ("--task link", "--task link with --batch-size all", "give --batch-size a number"),
-        ("--features cached", "--features cached with --batch-size all", "--features host"),
-        ("--workers 2", "--workers 2 with --batch-size all", "use one worker"),
-    ],
-)
-def test_options_that_do_not_fit_are_errors_with_remedies(words, message, hint, graph, capsys):
-    options = ["--batch-size", "all", "--layers", "2", *words.split()]
-    assert main(["train", str(graph), *options]) == 2
-    error = capsys.readouterr().err
-    assert f"error: {message}" in error or message in error
-    assert f"{hint}" in error.partition("hint: ")[2]
 
 
 def test_the_memory_of_all_layers_is_estimated(config, monkeypatch, tmp_path):

@@ -86,18 +86,12 @@ def folder(tmp_path_factory):
     return path
 
 
-OPTIONS = {"task": "link", "edge_type": "buys", "model": "hetero-sage", "fanouts": (5,)}
-
-
-def config_of(folder, **options):
-    return TrainConfig(data=folder, **OPTIONS, layers=1, hidden=8, **options)
-
-
 @pytest.mark.parametrize(
     "given", ["bought_by", "item,bought_by,user", " item, bought_by,user,bought_by"]
 )
 def test_given_reverse_types_are_held_out_and_excluded(folder, given):
-    config = config_of(folder, reverse_types=given)
+    task = f"link:edge_type=buys,reverse_types={given}"
+    config = TrainConfig(data=folder, task=task, model="hetero-sage", fanouts=(5,), hidden=8)
     data = load_hetero(config, folder)
     split = split_edges_of_run(config, data)
     assert split.reverse_types == [BOUGHT]

@@ -13,11 +13,11 @@ from typed_papers import AUTHORS, SIZES, build, parameters
 from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.train.config import EvaluateConfig, TrainConfig
+from gcnzc.train.errors import Interrupted
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.mixed_seed import mixed_seed
 from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
-from gcnzc.train.trainer import Interrupted
 
 
 def embeddings(run):
@@ -37,12 +37,12 @@ def embedded(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(embedded):
-    return TrainConfig(data=embedded, model="rgcn", **SIZES, embedding_dim=8)
+    return TrainConfig(data=embedded, model="rgcn", **SIZES, embeddings="adagrad:dim=8")
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
 def test_embeddings_are_trained_resumed_and_evaluated(optimizer, config, tmp_path, monkeypatch):
-    config = replace(config, embedding_optimizer=optimizer, embedding_lr=0.1, epochs=4)
+    config = config.replace(embeddings=f"{optimizer}:dim=8,lr=0.1", epochs=4)
     whole = train(config, tmp_path / "whole")
     assert whole["valid_accuracy"] > 0.6
     rows = embeddings(tmp_path / "whole")
@@ -55,7 +55,7 @@ def test_embeddings_are_trained_resumed_and_evaluated(optimizer, config, tmp_pat
         stop_after(10, patch)
         with pytest.raises(Interrupted):
             train(config, tmp_path / "stopped")
-    train(replace(config, resume=tmp_path / "stopped"), tmp_path / "stopped")
+    train(config.replace(resume=tmp_path / "stopped"), tmp_path / "stopped")
     assert_same_run(tmp_path / "whole", tmp_path / "stopped")
     for name, value in embeddings(tmp_path / "stopped").items():
         assert np.array_equal(value, rows[name]), name
@@ -65,9 +65,9 @@ def test_embeddings_are_trained_resumed_and_evaluated(optimizer, config, tmp_pat
 
 def test_two_workers_compute_the_result_of_one(config, tmp_path):
     # without dropout and sampling, the gradient does not depend on the division into minibatches
-    config = replace(config, dropout=0.0, fanouts=(-1, -1), optimizer="sgd", lr=0.05, epochs=2)
-    one = train(replace(config, batch_size=100), tmp_path / "one")
-    both = results(2, tmp_path, train_as_worker, replace(config, batch_size=50), tmp_path / "two")
+    config = config.replace(dropout=0.0, fanouts=(-1, -1), optimizer="sgd", lr=0.05, epochs=2)
+    one = train(config.replace(batch_size=100), tmp_path / "one")
+    both = results(2, tmp_path, train_as_worker, config.replace(batch_size=50), tmp_path / "two")
     assert both[0]["workers"] == 2
     assert both[0]["test_accuracy"] == both[1]["test_accuracy"]
     assert both[0]["test_accuracy"] == pytest.approx(one["test_accuracy"], abs=0.02)
@@ -79,7 +79,7 @@ def test_two_workers_compute_the_result_of_one(config, tmp_path):
 
 
 def test_a_lost_file_of_embeddings_is_named(config, embedded, tmp_path):
-    config = replace(config, epochs=1)
+    config = config.replace(epochs=1)
     train(config, tmp_path / "run")
     nodes = {"author": {"num_nodes": AUTHORS + 1}}
     graph = HeteroGraph.load(embedded)
@@ -102,7 +102,7 @@ def test_a_lost_file_of_embeddings_is_named(config, embedded, tmp_path):
     shutil.copytree(tmp_path / "run", tmp_path / "resumed")
     said, reporter = [], NullReporter()
     reporter.say = said.append
-    train(replace(config, epochs=2, resume=tmp_path / "resumed"), tmp_path / "resumed", reporter)
+    train(config.replace(epochs=2, resume=tmp_path / "resumed"), tmp_path / "resumed", reporter)
     lost = "warning: the embeddings of the best model, of epoch 1, are lost: "
     assert any(text.startswith(lost) for text in said)
     (state,) = (tmp_path / "run" / "embeddings").glob("state-*.npz")
@@ -111,12 +111,12 @@ def test_a_lost_file_of_embeddings_is_named(config, embedded, tmp_path):
     with pytest.raises(
         ValueError, match=r"state-.* is damaged(?s:.*)or start another run with --out"
     ):
-        train(replace(config, epochs=2, resume=tmp_path / "run"), tmp_path / "run")
+        train(config.replace(epochs=2, resume=tmp_path / "run"), tmp_path / "run")
     for path in (tmp_path / "run" / "embeddings").iterdir():
         path.unlink()
     with pytest.raises(FileNotFoundError, match="embeddings of the best model"):
         evaluate(EvaluateConfig(run=tmp_path / "run"))
     with pytest.raises(FileNotFoundError, match="embeddings of the checkpoint"):
-        train(replace(config, epochs=2, resume=tmp_path / "run"), tmp_path / "run")
+        train(config.replace(epochs=2, resume=tmp_path / "run"), tmp_path / "run")
     with pytest.raises(ValueError, match="--precision fp16: node type author without features"):
-        train(replace(config, precision="fp16"), tmp_path / "other")
+        train(config.replace(precision="fp16"), tmp_path / "other")

@@ -1,7 +1,6 @@
 """Exported runs on heterogeneous graphs, executed with torch and NumPy alone."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from gcnzc.train.config import TrainConfig
 from gcnzc.train.export import check_difference
 
 # to export a layer takes seconds
-ONE_LAYER = SIZES | {"layers": 1, "fanouts": (4,), "epochs": 1}
+ONE_LAYER = SIZES | {"fanouts": (4,), "epochs": 1}
 
 
 def exported(path):
@@ -59,8 +58,8 @@ def whole_graph(graph, about, path):
 def test_an_exported_run_predicts_what_gcnzc_predicts(tmp_path, capsys):
     graph = without_features(build(), "author")
     graph.save(tmp_path / "graph")
-    config = TrainConfig(data=tmp_path / "graph", model="rgcn", **SIZES, embedding_dim=8)
-    train(replace(config, epochs=1), tmp_path / "run")
+    config = TrainConfig(data=tmp_path / "graph", model="rgcn", **SIZES, embeddings="adagrad:dim=8")
+    train(config.replace(epochs=1), tmp_path / "run")
     path = tmp_path / "model.pt2"
     assert main(["export", str(tmp_path / "run"), "--out", str(path)]) == 0
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -83,7 +82,7 @@ def test_the_encoder_of_link_prediction_is_exported(tmp_path, capsys):
     graph = build_shop(has_times=False)
     graph.save(tmp_path / "graph")
     config = TrainConfig(
-        data=tmp_path / "graph", model="rgat", task="link", edge_type="buys", **ONE_LAYER, heads=2
+        data=tmp_path / "graph", model="rgat:heads=2", task="link:edge_type=buys", **ONE_LAYER
     )
     train(config, tmp_path / "run")
     path = tmp_path / "model.pt2"

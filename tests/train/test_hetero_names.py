@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
     return path
 
 
-SIZES = {"fanouts": (4, 4), "layers": 2, "hidden": 8, "batch_size": 32, "epochs": 2}
+SIZES = {"fanouts": (4, 4), "hidden": 8, "batch_size": 32, "epochs": 2}
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Predictions and embeddings of the best model of a run on a heterogeneous graph."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -26,7 +25,7 @@ def config(tmp_path_factory):
     """Authors have embeddings."""
     path = tmp_path_factory.mktemp("papers") / "graph"
     without_features(build(), "author").save(path)
-    return TrainConfig(data=path, model="rgcn", **SIZES, norm="batch")
+    return TrainConfig(data=path, model="rgcn:norm=batch", **SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +44,9 @@ def shop(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def link_config(shop):
-    options = {"fanouts": (5, 5), "layers": 2, "hidden": 16, "batch_size": 256, "epochs": 1}
+    options = {"fanouts": (5, 5), "hidden": 16, "batch_size": 256, "epochs": 1}
     return TrainConfig(
-        data=shop, model="hetero-sage", task="link", edge_type="buys", **options, decoder="dot"
+        data=shop, model="hetero-sage", task="link:edge_type=buys,decoder=dot", **options
     )
 
 
@@ -112,7 +111,7 @@ def test_a_graph_without_labels_and_with_other_papers(run, tmp_path):
 
 
 def test_embeddings_are_the_outputs_of_layers(run, config, tmp_path):
-    loaded, graph = load_model(run), HeteroGraph.load(config.data)
+    loaded, graph = load_model(run), HeteroGraph.load(config.graph.data)
     model = loaded.model.eval()
     inner, _ = build_full_hetero_blocks(graph, 2, targets=["paper"])
     x = {name: table.gather(torch.arange(len(table))) for name, table in loaded.embeddings.items()}
@@ -181,7 +180,7 @@ def test_scores_of_pairs_are_those_of_embeddings_without_held_out_edges(link_run
 
 def test_scores_at_a_time_are_those_of_the_graph_before_it(link_config, shop, tmp_path):
     run, graph = tmp_path / "run", HeteroGraph.load(shop)
-    train(replace(link_config, temporal="last"), run)
+    train(link_config.replace(temporal="last"), run)
     pairs = np.random.default_rng(1).integers(0, [[USERS], [ITEMS]], (2, 40))
     times = np.where(np.arange(40) % 2, 200, 300)
     found = predict_links(run, pairs=pairs, times=times)
@@ -218,7 +217,7 @@ def dated(link_config, tmp_path_factory):
         edges[each] = {"edge_index": graph.edges(each).edge_index(), "time": time}
     nodes = {"user": {"num_nodes": USERS}, "item": {"features": graph.nodes("item").features}}
     HeteroGraph.from_arrays(nodes, edges).save(path / "graph")
-    train(replace(link_config, data=path / "graph", temporal="uniform"), path / "run")
+    train(link_config.replace(data=path / "graph", temporal="uniform"), path / "run")
     return path / "run"
 
 
@@ -248,7 +247,7 @@ def test_times_of_pairs_and_nodes_are_dates(dated, tmp_path, capsys, monkeypatch
         np.testing.assert_array_equal(predict_links(dated, pairs=ends, times=own).scores, expected)
     rows = embed_nodes(dated, node_type="item", time=int(seconds[0])).rows
     words = ["--node-type", "item", "--out", "x.npy", "--time", "2024-03-01T00:00"]
-    assert main(["embed-nodes", str(dated), *words]) == 0
+    assert main(["predict", str(dated), "--embeddings", *words]) == 0
     np.testing.assert_array_equal(np.load("x.npy"), rows)
     assert np.abs(rows - embed_nodes(dated, node_type="item").rows).max() > 1e-3
     capsys.readouterr()
@@ -273,7 +272,9 @@ def test_commands_write_files(run, link_run, link_config, tmp_path, capsys, monk
     assert len(table) == line["predictions"] == 100
     expected = predict(run, nodes=table["node"].to_numpy())
     assert table["class"].tolist() == expected.classes.tolist()
-    assert main(["embed-nodes", str(run), "--out", "a.npy", "--node-type", "author"]) == 0
+    assert (
+        main(["predict", str(run), "--embeddings", "--out", "a.npy", "--node-type", "author"]) == 0
+    )
     assert printed(capsys)["node_type"] == "author"
     np.testing.assert_array_equal(np.load("a.npy"), embed_nodes(run, node_type="author").rows)
     pairs = pd.DataFrame({"source": [0, 1, 119], "target": [99, 3, 3], "time": [100, 250, 300]})
@@ -286,7 +287,7 @@ def test_commands_write_files(run, link_run, link_config, tmp_path, capsys, monk
     np.testing.assert_array_equal(pd.read_parquet("links.parquet")["score"], expected)
     # times in the file are those of the pairs of a temporal run
     timed = tmp_path / "timed"
-    train(replace(link_config, temporal="uniform"), timed)
+    train(link_config.replace(temporal="uniform"), timed)
     capsys.readouterr()
     assert main(["predict", str(timed), "--pairs", "pairs.csv", "--out", "timed.npy"]) == 0
     expected = predict_links(timed, pairs=ends, times=pairs["time"].to_numpy()).scores
@@ -297,7 +298,7 @@ def test_commands_write_files(run, link_run, link_config, tmp_path, capsys, monk
     np.testing.assert_array_equal(np.load("timed.npy")["score"], expected)
     for words, message in (
         (["--out", "x.csv", "--scratch", "here"], "heterogeneous graphs are not stored"),
-        (["--out", "x.csv", "--time", "3"], "--time 3 has no effect without --pairs"),
+        (["--out", "x.csv", "--time", "3"], "--time has no effect without --pairs"),
         (["--out", "x.csv", "--fanouts", "3"], "1 fanouts (3) for 2 layers"),
     ):
         assert main(["predict", str(run), *words]) != 0

@@ -1,7 +1,6 @@
 """Runs in which only the times of edges or only those of nodes count."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,9 +36,10 @@ def with_times(*, of_edges=True, of_users=None, of_items=None):
 
 
 def config_of(folder, **options):
-    sizes = {"fanouts": (5,), "layers": 1, "hidden": 16, "batch_size": 256, "epochs": 1}
-    own = {"task": "link", "edge_type": "buys", "evaluate_negatives": 10, "evaluate": "sampled"}
-    return TrainConfig(data=folder, model="hetero-sage", temporal="last", **(sizes | own | options))
+    sizes = {"fanouts": (5,), "hidden": 16, "batch_size": 256, "epochs": 1}
+    own = {"task": "link:edge_type=buys,evaluate_negatives=10", "evaluate": "sampled"}
+    own |= {"model": "hetero-sage", "temporal": "last"}
+    return TrainConfig(data=folder, **(sizes | own | options))
 
 
 def saved(path, **times):
@@ -54,12 +54,12 @@ def test_edges_earlier_than_their_nodes_need_the_times_of_edges(tmp_path):
     with pytest.raises(ValueError, match="later than the edge"):
         train(config_of(folder), tmp_path / "both")
     run, bare = tmp_path / "edge", saved(tmp_path / "bare")
-    line = train(config_of(folder, times="edge"), run)
+    line = train(config_of(folder, temporal="last:time=edge"), run)
     # as if nodes had no times
     expected = train(config_of(bare), tmp_path / "expected")
     for name in ("valid_mrr", "test_mrr", "valid_auc"):
         assert line[name] == expected[name], name
-    assert json.loads((run / "config.json").read_text())["times"] == "edge"
+    assert json.loads((run / "config.json").read_text())["temporal"] == "last:time=edge"
     again = evaluate(EvaluateConfig(run=run, evaluate="sampled"))
     assert again["test_mrr"] == line["test_mrr"]
     pairs = np.random.default_rng(0).integers(0, [[USERS], [ITEMS]], (2, 20))
@@ -70,10 +70,10 @@ def test_edges_earlier_than_their_nodes_need_the_times_of_edges(tmp_path):
         rows = embed_nodes(run, node_type="item", time=own).rows
         other = embed_nodes(tmp_path / "expected", node_type="item", time=own).rows
         np.testing.assert_array_equal(rows, other)
-    resumed = config_of(folder, times="edge", resume=run, epochs=2)
+    resumed = config_of(folder, temporal="last:time=edge", resume=run, epochs=2)
     options = json.loads((run / "config.json").read_text())
-    with pytest.raises(ValueError, match="has times 'edge', not 'both'"):
-        check_resumed_options(replace(resumed, times="both"), options, run)
+    with pytest.raises(ValueError, match="has --temporal last:time=edge, not last\n"):
+        check_resumed_options(resumed.replace(temporal="last"), options, run)
     check_resumed_options(resumed, options, run)
 
 
@@ -86,7 +86,7 @@ def test_edges_that_are_as_late_as_their_nodes_do_not_show_themselves(times, tmp
         of_users=torch.zeros(USERS, dtype=torch.int64),
         of_items=torch.arange(ITEMS) // 50 + 1,
     )
-    config = config_of(folder, times=times, fanouts=(-1,), evaluate="needed")
+    config = config_of(folder, temporal=f"last:time={times}", fanouts=(-1,), evaluate="needed")
     data = load_hetero(config, folder)
     task = HeteroLinkTask(config, data)
     assert task.split.kind == "time"

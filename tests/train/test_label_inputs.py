@@ -11,7 +11,9 @@ from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.prediction import predict
 from gcnzc.train.run import train
-from gcnzc.train.tasks.node import NodeTask
+from gcnzc.train.tasks import build_task
+
+LABELS = "node:label_inputs=0.5"
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +38,8 @@ def graph(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(graph):
-    sizes = {"fanouts": (-1, -1), "layers": 2, "hidden": 16, "batch_size": 64, "threads": 1}
-    return TrainConfig(data=graph, **sizes, epochs=3, lr=0.01, dropout=0.0, label_inputs=0.5)
+    sizes = {"fanouts": (-1, -1), "hidden": 16, "batch_size": 64, "threads": 1}
+    return TrainConfig(data=graph, **sizes, epochs=3, lr=0.01, dropout=0.0, task=LABELS)
 
 
 def losses(config, data, seed, permuted=None):
@@ -46,7 +48,7 @@ def losses(config, data, seed, permuted=None):
         labels = data.labels.clone()
         labels[permuted] = (labels[permuted] + 1) % data.num_classes
         data = replace(data, labels=labels)
-    task = NodeTask(config, data)
+    task = build_task(config, data)
     torch.manual_seed(0)
     model = task.model().train()
     loader = Loader(
@@ -54,7 +56,7 @@ def losses(config, data, seed, permuted=None):
     )
     batch = next(iter(loader))
     torch.manual_seed(seed)
-    is_selected = task.label_inputs.select(batch.nodes, 50, config.label_inputs)
+    is_selected = task.label_inputs.select(batch.nodes, 50, config.graph.label_inputs)
     torch.manual_seed(seed)
     logits = task.logits(model, batch)
     loss = task.loss(logits, batch.y)
@@ -63,7 +65,7 @@ def losses(config, data, seed, permuted=None):
 
 
 def test_a_predicted_node_never_sees_its_own_label(config):
-    data = load(config.data)
+    data = load(config.graph.data)
     logits, predicted, inputs, loss = losses(config, data, 0)
     assert 10 < len(predicted) < 40
     is_train = torch.zeros(data.graph.num_nodes, dtype=torch.bool)
@@ -84,7 +86,7 @@ def test_a_predicted_node_never_sees_its_own_label(config):
 
 
 def test_the_loss_is_the_mean_over_the_predicted_seeds(config):
-    data = load(config.data)
+    data = load(config.graph.data)
     logits, predicted, _, loss = losses(config, data, 3)
     expected = torch.nn.functional.cross_entropy(logits, data.labels[predicted])
     torch.testing.assert_close(loss, expected)
@@ -92,15 +94,15 @@ def test_the_loss_is_the_mean_over_the_predicted_seeds(config):
 
 @pytest.mark.parametrize("model", ["sage", "gat"])
 def test_label_inputs_help_and_are_used_by_all_commands(model, config, tmp_path):
-    base = replace(config, model=model, epochs=8, lr=0.05, label_inputs=0.0)
+    base = config.replace(model=model, epochs=8, lr=0.05, task="node")
     plain = train(base, tmp_path / "plain")
-    found = train(replace(base, label_inputs=0.5), tmp_path / "labels")
+    found = train(base.replace(task=LABELS), tmp_path / "labels")
     # the labels of neighbours are informative, and the features are noise
     assert found["test_accuracy"] > plain["test_accuracy"] + 0.1
     again = evaluate(EvaluateConfig(run=tmp_path / "labels"))
     assert again["test_accuracy"] == found["test_accuracy"]
     assert "train_accuracy" not in again
-    data = load(config.data)
+    data = load(config.graph.data)
     predictions = predict(tmp_path / "labels", nodes="test")
     right = (predictions.classes == data.labels[data.split["test"]].numpy()).mean()
     assert right == pytest.approx(found["test_accuracy"])
@@ -126,18 +128,18 @@ def test_columns_of_labels_train_with_every_metric(tmp_path):
     )
     prepare(tmp_path / "g.npz", tmp_path / "graph", bidirected=True)
     config = TrainConfig(
-        data=tmp_path / "graph", layers=1, fanouts=(5,), epochs=30, lr=0.05, evaluate_every=30
+        data=tmp_path / "graph", fanouts=(5,), epochs=30, lr=0.05, evaluate_every=30
     )
     with pytest.raises(ValueError, match="3 columns of labels, and accuracy as metric"):
-        train(replace(config, metric="accuracy"), tmp_path / "accuracy")
-    line = train(replace(config, metric="f1_micro", label_inputs=0.3), tmp_path / "run")
+        train(config.replace(task="node:metric=accuracy"), tmp_path / "accuracy")
+    line = train(config.replace(task="node:metric=f1_micro,label_inputs=0.3"), tmp_path / "run")
     assert line["metric"] == "f1_micro"
     assert line["test_f1_micro"] > 0.75
     for metric in ("rocauc", "average_precision", "f1_macro"):
         other = evaluate(EvaluateConfig(run=tmp_path / "run", metric=metric))
         assert other["metric"] == metric
         assert other[f"test_{metric}"] > 0.75
-    smoothed = evaluate(EvaluateConfig(run=tmp_path / "run", correct_and_smooth=True))
+    smoothed = evaluate(EvaluateConfig(run=tmp_path / "run", postprocess="correct-and-smooth"))
     assert smoothed["valid_f1_micro"] >= line["valid_f1_micro"]
     found = predict(tmp_path / "run", nodes="test")
     assert found.classes.shape == (100, 3)
@@ -146,6 +148,6 @@ def test_columns_of_labels_train_with_every_metric(tmp_path):
 
 @pytest.mark.parametrize("batch_size", [64, "all"])
 def test_a_share_that_leaves_no_node_to_predict_is_refused(batch_size, config, tmp_path):
-    config = replace(config, batch_size=batch_size, label_inputs=0.999)
-    with pytest.raises(ValueError, match=r"--label-inputs 0\.999 leaves less than one of the"):
+    config = config.replace(batch_size=batch_size, task="node:label_inputs=0.999")
+    with pytest.raises(ValueError, match=r"label_inputs=0\.999 leaves less than one of the"):
         train(config, tmp_path / "run")

@@ -1,44 +1,40 @@
 """Runs of several workers by each method of exchange."""
 
 import shutil
-from dataclasses import replace
 
 import pytest
-import torch
 from processes import results
 from slow_cases import mark_slow
-from training import lines, planted, saved, train_as_worker
+from training import assert_same_weights, lines, planted, saved, train_as_worker
 
-from gcnzc.exchange import Group, lockstep
-from gcnzc.optim import Averaged
-from gcnzc.train.config import TrainConfig
-from gcnzc.train.optimizer_options import ONE_BIT
-from gcnzc.train.optimizers import build_method, warmup_steps
+from gcnzc.exchange import lockstep
+from gcnzc.train.build import warmup_steps
+from gcnzc.train.config import ONE_BIT, TrainConfig
 from gcnzc.train.run import train
-from gcnzc.train.strategies import STRATEGIES
 from gcnzc.train.worker_state import WorkerStates
 
-# options with which a strategy learns in so short a run
-NEEDED = {"fedglomo": {"lr": 0.1}}
 METHODS = {
     **{name: {"optimizer": name} for name in ONE_BIT},
+    **{name: {"strategy": name} for name in ("selsync", "saps", "a2cid2", "backup")},
+    # that meet while a run is as short as here
     **{
-        name: {"strategy": name, **NEEDED.get(name, {})} for name in STRATEGIES if name != "average"
+        name: {"strategy": f"{name}:local_steps=4"}
+        for name in ("local-sgd", "diloco", "sparseloco", "co2")
     },
-    "muon in diloco": {"optimizer": "muon", "strategy": "diloco"},
-    "int8": {"optimizer": "adam", "compress": "int8"},
-    "sign": {"optimizer": "adam", "compress": "sign"},
-    "compress topk": {"optimizer": "adam", "compress": "topk:0.05"},
+    "streaming-diloco": {"strategy": "streaming-diloco:local_steps=4,fragments=2"},
+    "dropcompute": {"strategy": "dropcompute", "accumulate": 4},
+    "muloco": {"strategy": "muloco:local_steps=4", "optimizer": "muon"},
+    "fedglomo": {"strategy": "fedglomo:local_steps=4", "optimizer": "sgd", "lr": 0.1},
+    "muon in diloco": {"optimizer": "muon", "strategy": "diloco:local_steps=4"},
+    "int8": {"strategy": "average:compress=int8"},
+    "sign": {"strategy": "average:compress=sign"},
+    "topk": {"strategy": "average:compress=topk:0.05"},
+    "randomk": {"strategy": "average:compress=randomk:0.05"},
+    "threshold": {"strategy": "average:compress=threshold:0.05"},
     "compress sparseloco": {
-        "strategy": "diloco",
-        "compress": "sparseloco:0.1",
-        "outer_lr": 1.0,
-        "outer_momentum": 0.0,
-        "local_steps": "2",
+        "strategy": "diloco:compress=sparseloco:0.1,outer_lr=1,outer_momentum=0,local_steps=2"
     },
 }
-# that meet while a run is as short as here
-SHORT = {"local_steps": "4", "fragments": "2"}
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +43,12 @@ def config(tmp_path_factory):
     return TrainConfig(
         data=graph,
         fanouts=(5, 5),
-        layers=2,
         hidden=16,
         batch_size=30,
         epochs=3,
         lr=0.01,
         dropout=0.2,
-        **SHORT,
     )
-
-
-def of(config, method):
-    return replace(config, **METHODS[method])
 
 
 # a compression, and a method of each family
@@ -67,7 +57,7 @@ QUICK = ("onebit-adam", "topk", "diloco", "muon in diloco", "a2cid2", "backup", 
 
 @pytest.mark.parametrize("method", mark_slow(zip(METHODS), lambda method: method not in QUICK))
 def test_one_worker_learns_by_each_method(method, config, tmp_path):
-    found = train(replace(of(config, method), evaluate_every=3), tmp_path / "run")
+    found = train(config.replace(**METHODS[method], evaluate_every=3), tmp_path / "run")
     assert found["test_accuracy"] > 0.6
     assert found["bytes_sent"] == 0
 
@@ -81,7 +71,7 @@ OFTEN = ("onebit-adam",)
     [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in METHODS],
 )
 def test_a_run_resumes_bit_for_bit_and_with_another_number_of_workers(method, config, tmp_path):
-    config = of(config, method)
+    config = config.replace(**METHODS[method])
     whole = results(2, tmp_path, train_as_worker, config, tmp_path / "whole")
     assert whole[0]["test_accuracy"] == whole[1]["test_accuracy"] > 0.6
     # in the second epoch, which has about ten steps, when workers may be apart
@@ -97,17 +87,16 @@ def test_a_run_resumes_bit_for_bit_and_with_another_number_of_workers(method, co
     (tmp_path / "cut").rename(other)
     shutil.copytree(other, tmp_path / "cut")
     again = results(
-        2, tmp_path, train_as_worker, replace(config, resume=tmp_path / "cut"), tmp_path / "cut"
+        2, tmp_path, train_as_worker, config.replace(resume=tmp_path / "cut"), tmp_path / "cut"
     )
     assert again[0]["test_accuracy"] == whole[0]["test_accuracy"]
-    for name, value in saved(tmp_path / "whole")["model"].items():
-        assert torch.equal(saved(tmp_path / "cut")["model"][name], value), name
-    more = results(3, tmp_path, train_as_worker, replace(config, resume=other), other)
+    assert_same_weights(tmp_path / "whole", tmp_path / "cut")
+    more = results(3, tmp_path, train_as_worker, config.replace(resume=other), other)
     assert more[0]["workers"] == 3
     assert more[0]["test_accuracy"] > 0.6
     seeds = [line["seeds"] for line in lines(tmp_path / "whole")]
     assert [line["seeds"] for line in lines(other)] == seeds
-    assert train(replace(config, resume=other, epochs=4), other)["workers"] == 1
+    assert train(config.replace(resume=other, epochs=4), other)["workers"] == 1
     # those of workers that do not exist any more are removed
     generation = saved(other)["optimizer"]["generation"]
     assert [path.name for path in (other / "workers").iterdir()] == [f"{generation:06}-0.pt"]
@@ -132,51 +121,9 @@ def test_files_of_former_workers_remain_until_a_checkpoint_is_written(tmp_path):
     assert write(2, True, 1) == ["000002-0", "000002-1"]
 
 
-# by name on the command line, that of the optimizer, if it is another one
-NAMES = {
-    "topk": "Averaged",
-    "randomk": "Averaged",
-    "dct": "Averaged",
-    "backup": "BackupWorkers",
-}
-
-
-def test_options_create_the_optimizer_that_they_name():
-    model = torch.nn.Linear(3, 2)
-    for name, options in METHODS.items():
-        if options.get("strategy", options.get("optimizer")) != name:
-            continue
-        made = build_method(TrainConfig(**options), model, Group(), 100)
-        spelt = made.name.lower().replace("one", "1").replace("zero", "0")
-        expected = NAMES.get(name, name).lower().replace("-", "")
-        assert spelt == expected.replace("one", "1").replace("zero", "0")
-        assert made.param_groups[0]["lr"] == options.get("lr", 0.003)
-    usual = build_method(TrainConfig(), model, Group(), 100)
-    assert isinstance(usual, Averaged)
-    assert usual.is_shared
-    half = build_method(TrainConfig(compress="bfloat16"), model, Group(), 100)
-    assert not half.is_shared
-
-
 @pytest.mark.parametrize(
     ("words", "steps"), [("0.15", 15), ("0.001", 1), ("40", 40), ("1", 1), ("auto", None)]
 )
 def test_a_warm_up_is_a_share_or_a_number_of_steps(words, steps):
-    assert warmup_steps(TrainConfig(warmup=words), 100) == steps
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"warmup": "some"}, "--warmup must be a number above 0 or auto, got 'some'"),
-        ({"fragments": "0.,a("}, r"--fragments: 'a\(' is not a regular expression: missing \)"),
-        ({"compress": "int3"}, "(?s)--compress: no compression 'int3'.*topk"),
-        ({"compress": "int8:0.1"}, "--compress: the compression int8 has no density"),
-        ({"delay": "auto"}, "--delay auto with --local-steps default"),
-        ({"eager_weight": 1.0}, r"--eager-weight must be in \[0, 1\), got 1.0"),
-    ],
-)
-def test_invalid_options_are_rejected(options, message):
-    with pytest.raises(ValueError, match=message) as error:
-        TrainConfig(**options)
-    assert "\n\nhint: " in str(error.value)
+    training = TrainConfig(optimizer=f"onebit-adam:warmup={words}").training
+    assert warmup_steps(training, 100) == steps

@@ -25,7 +25,7 @@ FILES = ("best.pt", "checkpoint.pt", "record.jsonl")
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> TrainConfig:
     graph = planted(tmp_path_factory, 600, 4000, 24, 4)
-    sizes = {"fanouts": (5, 5), "layers": 2, "hidden": 8, "batch_size": 64}
+    sizes = {"fanouts": (5, 5), "hidden": 8, "batch_size": 64}
     return TrainConfig(data=graph, **sizes, epochs=6, checkpoint_every_s=0.0)
 
 
@@ -97,9 +97,9 @@ def test_a_run_that_cannot_save_its_results_prints_them_and_fails(
 ):
     run = tmp_path / "run"
     after_epoch[2] = lambda: limit(0)
-    words = ["--layers", "2", "--fanouts", "5,5", "--hidden", "8", "--batch-size", "64"]
+    words = ["--fanouts", "5,5", "--hidden", "8", "--batch-size", "64"]
     words += ["--epochs", "4", "--checkpoint-every-s", "0"]
-    assert main(["train", str(config.data), "--out", str(run), *words]) == 1
+    assert main(["train", str(config.graph.data), "--out", str(run), *words]) == 1
     limit(resource.RLIM_INFINITY)
     after_epoch.clear()
     out, err = capsys.readouterr()
@@ -137,8 +137,8 @@ def test_a_summary_of_runs_that_cannot_be_saved_is_printed(config, tmp_path, mon
 
     monkeypatch.setattr(files, "write_json", write_unless_summary)
     runs = tmp_path / "runs"
-    words = ["--layers", "2", "--fanouts", "5,5", "--hidden", "8", "--epochs", "1", "--runs", "2"]
-    assert main(["train", str(config.data), "--out", str(runs), *words]) == 1
+    words = ["--fanouts", "5,5", "--hidden", "8", "--epochs", "1", "--runs", "2"]
+    assert main(["train", str(config.graph.data), "--out", str(runs), *words]) == 1
     out, err = capsys.readouterr()
     line = json.loads(out)
     assert line["unsaved"] == {"summary.json": "No space left on device"}

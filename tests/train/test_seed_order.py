@@ -1,12 +1,10 @@
 """Runs train on each seed once an epoch, whichever worker takes it."""
 
 import json
-from dataclasses import replace
 
 import pytest
-import torch
 from processes import results
-from training import Listener, saved, train_as_worker
+from training import Listener, assert_same_weights, saved, train_as_worker
 
 from gcnzc import load, prepare
 from gcnzc.datasets.generate import Shape, make
@@ -23,7 +21,7 @@ def config(tmp_path_factory):
     make(folder / "raw", "planted", Shape(1500, 9000, 16, 4), seed=3)
     prepare(folder / "raw", folder / "graph")
     prepare(folder / "raw", folder / "links", edge_split=EdgeShares())
-    sizes = {"fanouts": (4, 4), "layers": 2, "hidden": 8, "batch_size": 30}
+    sizes = {"fanouts": (4, 4), "hidden": 8, "batch_size": 30}
     return TrainConfig(data=folder / "graph", **sizes, epochs=2, lr=0.01, dropout=0.3)
 
 
@@ -33,35 +31,36 @@ def record(run):
 
 def train_and_listen(config, folder):
     listener = Listener()
-    with init_group(timeout_s=config.timeout_s) as group:
+    with init_group(timeout_s=config.run.timeout_s) as group:
         train(config, folder, listener, group)
     return listener.said
 
 
 def expected_checksums(config):
-    return [f"{seeds_checksum(load(config.data).split['train']):016x}"] * config.epochs
+    return [
+        f"{seeds_checksum(load(config.graph.data).split['train']):016x}"
+    ] * config.training.epochs
 
 
 @pytest.mark.processes
 def test_a_run_of_rotating_chunks_resumes_bit_for_bit(config, tmp_path):
-    config = replace(config, seed_order="rotating")
+    config = config.replace(seed_order="rotating")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     results(2, tmp_path, train_as_worker, config, whole)
     stopped = results(2, tmp_path, train_as_worker, config, cut, 7)
     assert stopped[0] == stopped[1] == "stopped in epoch 1; all files are saved"
-    results(2, tmp_path, train_as_worker, replace(config, resume=cut), cut)
+    results(2, tmp_path, train_as_worker, config.replace(resume=cut), cut)
     assert [line["seeds_checksum"] for line in record(cut)] == expected_checksums(config)
-    for name, value in saved(whole)["model"].items():
-        assert torch.equal(saved(cut)["model"][name], value)
+    assert_same_weights(whole, cut)
 
 
 @pytest.mark.processes
 def test_a_run_of_local_seeds_resumes_with_another_number_of_workers(config, tmp_path):
-    config = replace(config, seed_order="local")
+    config = config.replace(seed_order="local")
     stopped = results(2, tmp_path, train_as_worker, config, tmp_path / "run", 7)
     assert stopped[0] == stopped[1] == "stopped in epoch 1; all files are saved"
     assert saved(tmp_path / "run")["loader"]["order_world_size"] == 2
-    more = replace(config, resume=tmp_path / "run")
+    more = config.replace(resume=tmp_path / "run")
     said = results(3, tmp_path, train_and_listen, more, tmp_path / "run")
     assert any("of the edges connect parts of different workers" in line for line in said[0])
     # each seed once, by the workers before and after

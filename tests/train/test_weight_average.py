@@ -1,7 +1,6 @@
 """Averages of weights equal their definition, on one worker and on several."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,14 +12,14 @@ from gcnzc.exchange import Group, lockstep, run
 from gcnzc.train import checkpoint
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.run import train
-from gcnzc.train.weight_average import WeightAverage, build_average
+from gcnzc.train.weight_average import build_average
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     graph = planted(tmp_path_factory, 400, 2400, 8, 3)
-    sizes = {"fanouts": (3, 3), "layers": 2, "hidden": 8, "batch_size": 30, "threads": 1}
-    return TrainConfig(data=graph, **sizes, epochs=4, lr=0.01, dropout=0.2, norm="batch")
+    sizes = {"fanouts": (3, 3), "hidden": 8, "batch_size": 30, "threads": 1}
+    return TrainConfig(data=graph, **sizes, epochs=4, lr=0.01, dropout=0.2, model="sage:norm=batch")
 
 
 class Small(nn.Sequential):
@@ -36,10 +35,14 @@ class Small(nn.Sequential):
                     )
 
 
+def average_of(model, **options):
+    return build_average(TrainConfig(**options).training, model)
+
+
 def test_the_averages_are_those_of_their_definitions():
     model = Small()
-    ema = WeightAverage(TrainConfig(average="ema", average_decay=0.5), model)
-    swa = WeightAverage(TrainConfig(average="swa", average_start=0.5, epochs=4), model)
+    ema = average_of(model, average="ema:decay=0.5")
+    swa = average_of(model, average="swa:start=0.5", epochs=4)
     weights, statistics, by_epoch = [], [], []
     for epoch in range(4):
         for step in range(3):
@@ -72,14 +75,14 @@ def test_the_averages_are_those_of_their_definitions():
     assert swa.updates == 2
     # the averages are not those of the model that is trained
     assert torch.equal(model[0].weight, weights[-1])
-    assert build_average(TrainConfig(), model) is None
+    assert average_of(model) is None
 
 
 def test_workers_with_other_weights_evaluate_their_mean():
     models, averages = [Small() for _ in range(3)], []
     for number, model in enumerate(models):
         model.change(number)
-        averages.append(WeightAverage(TrainConfig(average="ema"), model))
+        averages.append(average_of(model, average="ema"))
         averages[-1].end_step()
         averages[-1].end_epoch(0)
     found = lockstep([each.build_evaluated_model() for each in averages]).results
@@ -88,7 +91,7 @@ def test_workers_with_other_weights_evaluate_their_mean():
         torch.testing.assert_close(each[0].weight, mean)
         assert torch.equal(each[0].weight, found[0][0].weight)
     # the same for a run that resumes with one worker
-    one = WeightAverage(TrainConfig(average="ema"), Small())
+    one = average_of(Small(), average="ema")
     one.load_state_dicts([each.state_dict() for each in averages])
     torch.testing.assert_close(run(one.build_evaluated_model(), Group())[0].weight, mean)
     with pytest.raises(ValueError, match="another shape"):
@@ -100,9 +103,9 @@ def test_workers_with_other_weights_evaluate_their_mean():
 def test_the_mean_of_the_last_epochs_is_evaluated_and_kept(config, tmp_path):
     states = []
     for epochs in (3, 4):
-        train(replace(config, epochs=epochs), tmp_path / f"{epochs}")
+        train(config.replace(epochs=epochs), tmp_path / f"{epochs}")
         states.append(saved(tmp_path / f"{epochs}")["model"])
-    swa = replace(config, average="swa", average_start=0.5, evaluate_every=4)
+    swa = config.replace(average="swa:start=0.5", evaluate_every=4)
     line = train(swa, tmp_path / "swa")
     best = checkpoint.load(tmp_path / "swa" / "best.pt")
     for name, value in best["model"].items():
@@ -113,19 +116,19 @@ def test_the_mean_of_the_last_epochs_is_evaluated_and_kept(config, tmp_path):
     )
     record = (tmp_path / "swa" / "record.jsonl").read_text().splitlines()
     assert '"averaged": 2' in record[-1]
-    assert line["options"]["average"] == "swa"
+    assert line["options"]["average"] == "swa:start=0.5"
 
 
-@pytest.mark.parametrize("strategy", ["diloco", pytest.param("average", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", ["diloco:local_steps=4", pytest.param("average", marks=pytest.mark.slow)]
+)
 def test_two_workers_resume_bit_for_bit(strategy, config, tmp_path):
-    options = {"strategy": strategy, "average": "ema", "average_decay": 0.9, "batch_size": 15}
-    config = replace(config, epochs=2, **options)
-    config = replace(config, local_steps="4") if strategy == "diloco" else config
+    config = config.replace(epochs=2, strategy=strategy, average="ema:decay=0.9", batch_size=15)
     whole = results(2, tmp_path, train_as_worker, config, tmp_path / "whole")
     stopped = results(2, tmp_path, train_as_worker, config, tmp_path / "cut", 11)
     assert stopped[0].startswith("stopped in epoch ")
     assert saved(tmp_path / "cut")["in_epoch"]
-    again = replace(config, resume=tmp_path / "cut")
+    again = config.replace(resume=tmp_path / "cut")
     found = results(2, tmp_path, train_as_worker, again, tmp_path / "cut")
     assert found[0]["test_accuracy"] == found[1]["test_accuracy"] == whole[0]["test_accuracy"]
     assert_same_weights(tmp_path / "cut", tmp_path / "whole")

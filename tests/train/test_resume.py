@@ -1,0 +1,79 @@
+"""A run that ends in the middle resumes bit for bit, whatever state its options have."""
+
+import pytest
+import typed_papers
+import typed_shop
+from training import Stopped, Stopping, assert_same_run, planted, saved, stop_after
+
+from gcnzc import prepare
+from gcnzc.graph.edge_split import EdgeShares
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.errors import Interrupted
+from gcnzc.train.run import train
+
+SIZES = {"fanouts": (3, 3), "hidden": 8, "batch_size": 30, "epochs": 3, "lr": 0.01, "threads": 1}
+# by case: the graph, the options, and where the run ends: a stop request in a step of the run, or
+# the end of the process at a step of an epoch
+CASES = {
+    "schedule and weights of classes": (
+        "nodes",
+        {"schedule": "cosine", "warmup_epochs": 1.5}
+        | {"task": "node:label_smoothing=0.1,class_weights=balanced"},
+        (2, 4),
+    ),
+    "steps of the schedule and an exchange": (
+        "nodes",
+        {"schedule": "step:epochs=0.5", "optimizer": "onebit-adam"},
+        (2, 4),
+    ),
+    "moving average of the weights": (
+        "nodes",
+        {"average": "ema:decay=0.9", "model": "sage:norm=batch"}
+        | {"optimizer": "adam:weight_decay=0.1", "decay": "weights", "clip_gradients": 0.1},
+        (2, 4),
+    ),
+    "average of epochs and label inputs": (
+        "nodes",
+        {"average": "swa:start=0", "model": "sage:norm=batch", "task": "node:label_inputs=0.5"},
+        (2, 4),
+    ),
+    "accumulation, after the first step": ("nodes", {"accumulate": 3}, 1),
+    "accumulation, after the last step of an epoch": ("nodes", {"accumulate": 100}, 1),
+    "links": ("links", {"task": "link:negatives=in-batch", "batch_size": 200}, (2, 6)),
+    "typed nodes": ("papers", {"model": "rgcn", "batch_size": 64}, 3),
+    "typed nodes, after an epoch": ("papers", {"model": "rgcn", "batch_size": 64}, 7),
+    "typed links": (
+        "shop",
+        {"model": "hetero-sage", "task": "link:edge_type=buys,evaluate_negatives=10"}
+        | {"batch_size": 256},
+        8,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("graphs")
+    nodes = planted(tmp_path_factory, 400, 2400, 8, 3)
+    prepare(nodes, folder / "links", edge_split=EdgeShares())
+    typed_papers.build().save(folder / "papers")
+    typed_shop.build().save(folder / "shop")
+    return {"nodes": nodes} | {name: folder / name for name in ("links", "papers", "shop")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_resumes_bit_for_bit_also_with_other_threads(case, graphs, tmp_path, monkeypatch):
+    graph, options, end = CASES[case]
+    config = TrainConfig(data=graphs[graph], **(SIZES | options), checkpoint_every_s=0)
+    train(config, tmp_path / "whole")
+    if isinstance(end, tuple):
+        with pytest.raises(Stopped):
+            train(config, tmp_path / "cut", Stopping(*end))
+    else:
+        with monkeypatch.context() as patch:
+            stop_after(end, patch)
+            with pytest.raises(Interrupted):
+                train(config, tmp_path / "cut")
+    assert saved(tmp_path / "cut")["loader"]["position"] > 0
+    train(config.replace(resume=tmp_path / "cut", threads=3), tmp_path / "cut")
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
