@@ -15,6 +15,16 @@ MODELS = {
 }
 
 
+# options with which inference has more to compute than layers
+STACKS: list[dict[str, object]] = [
+    {"residual": True, "norm": "layer", "pre_norm": True, "input_linear": True},
+    {"output_linear": True, "jumping": "cat", "input_linear": True},
+    {"output_linear": True, "jumping": "sum", "residual": True},
+    {"pre_activation": True, "residual": True, "norm": "layer"}
+    | {"input_linear": True, "output_linear": True},
+]
+
+
 def parameters(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 

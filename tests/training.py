@@ -16,10 +16,21 @@ from gcnzc.exchange import init_group
 from gcnzc.graph.prepare import prepare
 from gcnzc.optim import Averaged, DistributedOptimizer
 from gcnzc.train import checkpoint, results
-from gcnzc.train.config import TrainConfig
+from gcnzc.train.config import ONE_BIT, OPTIMIZER_OF, STRATEGIES, TrainConfig
 from gcnzc.train.errors import Interrupted
 from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
+
+# options of all optimizers and strategies, with one worker, whose steps need no closure
+UPDATES = {
+    **{name: {"optimizer": name} for name in ("adam", "sgd", "muon", *ONE_BIT)},
+    **{
+        name: {"strategy": name, "optimizer": OPTIMIZER_OF.get(name, "adamw")}
+        for name in STRATEGIES.targets
+        if name != "fedglomo"
+    },
+}
+UPDATES["decoupled-diloco"]["strategy"] += ":quorum=1"
 
 
 class Listener(NullReporter):
@@ -42,11 +53,6 @@ def planted(factory: pytest.TempPathFactory, *shape: int) -> Path:
         prepare(folder / "raw", folder / "graph")
 
     return made_once(factory, f"planted-{'-'.join(map(str, shape))}", write) / "graph"
-
-
-def strategy_of(name: str) -> str:
-    """A strategy for one worker, with the option that it requires."""
-    return f"{name}:quorum=1" if name == "decoupled-diloco" else name
 
 
 class Stopped(Exception):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from by_hand import MODELS, made, random_graph
+from by_hand import MODELS, STACKS, made, random_graph
 from processes import results
 from torch import Tensor
 from torch.nn import functional
@@ -138,16 +138,6 @@ def test_inference_bounds_the_edges_of_a_range(monkeypatch):
 SPREAD = [
     *((name, "float32", *sizes) for name in MODELS for sizes in ((3, True), (30, False))),
     *(("sage", kind, 30, kind in ("half", "codes")) for kind in KINDS),
-]
-
-
-# options with which inference has more to compute than layers
-STACKS: list[dict[str, object]] = [
-    {"residual": True, "norm": "layer", "pre_norm": True, "input_linear": True},
-    {"output_linear": True, "jumping": "cat", "input_linear": True},
-    {"output_linear": True, "jumping": "sum", "residual": True},
-    {"pre_activation": True, "residual": True, "norm": "layer"}
-    | {"input_linear": True, "output_linear": True},
 ]
 
 

@@ -8,13 +8,13 @@ import torch
 from given_gradients import count_gradients
 from torch.nn import functional
 from torch.optim import lr_scheduler
-from training import strategy_of
+from training import UPDATES
 
 from gcnzc.exchange import Group
 from gcnzc.loader.seeds import Shares
 from gcnzc.models.metrics import compute_loss
 from gcnzc.train.build import build_optimizer
-from gcnzc.train.config import ONE_BIT, OPTIMIZER_OF, STRATEGIES, TrainConfig
+from gcnzc.train.config import TrainConfig
 from gcnzc.train.schedules import Schedule, build_schedule
 from gcnzc.train.tasks.node import balanced_weights
 
@@ -113,26 +113,9 @@ def stepped(config, gradients):
     return [parameter.detach() for parameter in model.parameters()]
 
 
-OPTIMIZERS = pytest.mark.parametrize(
-    "options",
-    [
-        *(pytest.param({"optimizer": name}, id=name) for name in ("muon", *ONE_BIT)),
-        *(
-            pytest.param(
-                {"optimizer": OPTIMIZER_OF.get(name, "adamw"), "strategy": strategy_of(name)},
-                id=name,
-            )
-            for name in STRATEGIES.targets
-            # it needs a closure, and rejects clipping
-            if name != "fedglomo"
-        ),
-    ],
-)
-
-
-@OPTIMIZERS
-def test_every_optimizer_clips_gradients(options):
-    config = TrainConfig(lr=0.1, **options)
+@pytest.mark.parametrize("name", UPDATES)
+def test_every_optimizer_clips_gradients(name):
+    config = TrainConfig(lr=0.1, **UPDATES[name])
     generator = torch.Generator().manual_seed(1)
     large, small = (functional.normalize(torch.randn(12, generator=generator), dim=0) for _ in "ab")
     expected = stepped(config, [large * 2, small])
@@ -143,10 +126,10 @@ def test_every_optimizer_clips_gradients(options):
         assert not torch.equal(mine, without)
 
 
-@OPTIMIZERS
-def test_only_weights_decay_in_every_optimizer(options):
-    options = options | {"optimizer": f"{options['optimizer']}:weight_decay=0.5"}
-    config = TrainConfig(lr=0.1, **options)
+@pytest.mark.parametrize("name", UPDATES)
+def test_only_weights_decay_in_every_optimizer(name):
+    decayed = {"optimizer": f"{UPDATES[name]['optimizer']}:weight_decay=0.5"}
+    config = TrainConfig(lr=0.1, **(UPDATES[name] | decayed))
     before = stepped(config, [])
     for decay, moved in (("all", [True, True, True]), ("weights", [True, False, False])):
         after = stepped(config.replace(decay=decay), [torch.zeros(12)])

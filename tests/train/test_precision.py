@@ -11,6 +11,7 @@ from slow_cases import mark_slow
 from torch import nn
 from torch.nn import functional
 from training import (
+    UPDATES,
     Listener,
     Stopped,
     Stopping,
@@ -18,30 +19,19 @@ from training import (
     lines,
     planted,
     saved,
-    strategy_of,
 )
 
 from gcnzc import prepare
 from gcnzc.exchange import Group, init_group
 from gcnzc.train import precision
 from gcnzc.train.build import build_optimizer
-from gcnzc.train.config import ONE_BIT, STRATEGIES, EvaluateConfig, TrainConfig
+from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.precision import Precision, build_precision, check_precision, slow_reason
 from gcnzc.train.run import train
 from gcnzc.train.tasks.node import NodeTask
 
 CPU = torch.device("cpu")
-OPTIMIZERS = {
-    **{name: {"optimizer": name} for name in ("adam", "sgd", "muon")},
-    **{name: {"optimizer": f"{name}:warmup=2"} for name in ONE_BIT},
-    # GradScaler does not support closures, which fedglomo needs
-    **{
-        name: {"strategy": strategy_of(name)}
-        for name in STRATEGIES.targets
-        if name not in ("average", "fedglomo")
-    },
-}
 # a scale with which gradients overflow in the first steps, and which grows often
 HIGH = partial(torch.amp.GradScaler, init_scale=2.0**20, growth_interval=3)
 
@@ -197,9 +187,9 @@ def steps_of(config, scaled, steps=6):
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_loss_scale_changes_no_bit_and_gradients_are_clipped_after_unscaling(optimizer, clip):
-    config = TrainConfig(lr=0.1, clip_gradients=clip, **OPTIMIZERS[optimizer])
+@pytest.mark.parametrize("name", UPDATES)
+def test_the_loss_scale_changes_no_bit_and_gradients_are_clipped_after_unscaling(name, clip):
+    config = TrainConfig(lr=0.1, clip_gradients=clip, **UPDATES[name])
     scaled = Precision("fp16", CPU)
     found = steps_of(config, scaled)
     # a power of two

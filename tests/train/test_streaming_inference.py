@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from by_hand import MODELS, made, random_graph
+from by_hand import MODELS, STACKS, made, random_graph
 from killed import count_calls
 from processes import FORKS, results
 
@@ -22,14 +22,6 @@ from gcnzc.train.inference import inference
 from gcnzc.train.label_inputs import LabelInputs, append_labels
 from gcnzc.train.layerwise import journal, ranges, stored_rows
 from gcnzc.train.layerwise import scratch as scratch_module
-
-STACKS: list[dict[str, object]] = [
-    {"residual": True, "norm": "layer", "pre_norm": True, "input_linear": True},
-    {"output_linear": True, "jumping": "cat", "input_linear": True},
-    {"output_linear": True, "jumping": "sum", "residual": True},
-    {"pre_activation": True, "residual": True, "norm": "layer"}
-    | {"input_linear": True, "output_linear": True},
-]
 
 
 @pytest.fixture
