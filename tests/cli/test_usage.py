@@ -285,7 +285,7 @@ def test_help_describes_each_option_and_each_value(capsys):
         row = rows(TrainConfig if name in rows(TrainConfig) else EvaluateConfig)[name]
         head, *lines = shown(capsys, "help", name, value).splitlines()
         # the first sentence of a docstring
-        assert re.match(rf"{row.flag} {value}: [A-Z].*[.`]$", head), head
+        assert re.match(rf"{row.flag} {value}: [A-Z0-9].*[.`]$", head), head
         for option, each in row.of.arguments(value).items():
             assert any(line.startswith(f"  {option}=") for line in lines), (value, option)
             # torch documents its options elsewhere
