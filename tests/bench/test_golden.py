@@ -42,6 +42,8 @@ def test_names_that_are_not_recorded_are_an_error(tmp_path):
 
 
 def test_every_strategy_and_every_recorded_name_has_an_entry():
-    assert set(golden_runs.STRATEGIES) == set(STRATEGIES.targets)
+    used = {own.partition(":")[0] for own in golden_runs.STRATEGIES.values()}
+    # which workers are in a quorum depends on their times
+    assert used == set(STRATEGIES.targets) - {"decoupled-diloco"}
     recorded = json.loads((OWN_RESULTS / "golden.json").read_text())
     assert set(recorded) == {*golden.NAMES, *golden.ABOUT}
