@@ -33,7 +33,7 @@ def main() -> None:
     raw, prepared, run = (options.folder / name for name in ("raw", "prepared", "run"))
     shutil.rmtree(options.folder, ignore_errors=True)
     sizes = ["--nodes", nodes, "--edges", 5 * nodes, "--num-features", NUM_FEATURES]
-    model = ["--fanouts", "10,10", "--layers", 2, "--hidden", 64]
+    model = ["--fanouts", "10,10", "--hidden", 64]
     commands = {
         "make": ["make", raw, "--kind", "rmat", *sizes, "--classes", 10],
         "prepare": ["prepare", raw, prepared],

@@ -7,11 +7,11 @@ from bench.docs.table import Cells, Line, Row, Table, by_key, newest, read, spre
 from bench.rivals.steps import KEPT
 
 MODELS = {"sage": "GraphSAGE", "gcn": "GCN", "gin": "GIN", "gat": "GAT", "gatv2": "GATv2"}
-MODELS["sage, label inputs"] = "GraphSAGE with `--label-inputs`"
+MODELS["sage, label inputs"] = "GraphSAGE with `label_inputs`"
 LAYER_KINDS = {
     "plain": "without residuals",
-    "linear": "`--residual`",
-    "pre-activation": "`--pre-activation --residual`",
+    "linear": "`residual`",
+    "pre-activation": "`pre_activation,residual`",
 }
 FORMATS = ("float16", "bfloat16", "int8", "int8-columns", "float8_e4m3fn", "float8_e5m2")
 LINK_METHODS = {

@@ -5,8 +5,7 @@
     python -m bench.gpu.session --out FOLDER --stages driver   some of the stages
     python -m bench.gpu.session --out FOLDER --dry-run         on a machine without a GPU
 
-The session needs this checkout, torch, Triton, numba, pytest, and on PYTHONPATH the wheels of tyro,
-docstring_parser and typeguard; no network, git, make or pip.
+The session needs this checkout, torch, Triton, numba and pytest; no network, git, make or pip.
 
 A stage runs commands one after another, which share its time limit. Each runs in a process group of
 its own. At the limit its process gets SIGTERM, and `TERM_S` later its group SIGKILL. The next stage

@@ -36,7 +36,7 @@ from typing import Any
 from bench import harness
 from bench.network.cluster import Cluster
 from gcnzc import cli
-from gcnzc.train.config import TrainConfig
+from gcnzc.optim.defaults import WARMUP_SHARE
 
 ROOT = Path(__file__).parents[2]
 ARCHIVES = ROOT.parent / "shared" / "data"
@@ -45,10 +45,11 @@ WORKERS = 4
 LIMIT_S = 1800.0  # time limit per run
 # name of each method: its options of `gcnzc train`
 STREAMING = "--optimizer adamw --strategy streaming-diloco"
+AUTO = "local_steps=auto,delay=auto"
 METHODS = {
     "adamw": "--optimizer adamw",
-    "adamw bfloat16": "--optimizer adamw --compress bfloat16",
-    "adamw int8": "--optimizer adamw --compress int8",
+    "adamw bfloat16": "--optimizer adamw --strategy average:compress=bfloat16",
+    "adamw int8": "--optimizer adamw --strategy average:compress=int8",
     "onebit-adam": "--optimizer onebit-adam",
     # LAMB scales its updates by the norm of the weights, so it needs another learning rate
     "onebit-lamb": "--optimizer onebit-lamb --lr 0.006",
@@ -56,20 +57,20 @@ METHODS = {
     "local-sgd": "--optimizer adamw --strategy local-sgd",
     "diloco": "--optimizer adamw --strategy diloco",
     "streaming-diloco": STREAMING,
-    "streaming-diloco fp4": f"{STREAMING} --compress float4_e3m0",
-    "streaming-diloco auto": f"{STREAMING} --local-steps auto",
-    "streaming-diloco fp4 auto": (f"{STREAMING} --compress float4_e3m0 --local-steps auto"),
+    "streaming-diloco fp4": f"{STREAMING}:compress=float4_e3m0",
+    "streaming-diloco auto": f"{STREAMING}:{AUTO}",
+    "streaming-diloco fp4 auto": f"{STREAMING}:compress=float4_e3m0,{AUTO}",
     "co2": "--optimizer adamw --strategy co2",
-    "co2 auto": "--optimizer adamw --strategy co2 --local-steps auto",
-    "co2 48": "--optimizer adamw --strategy co2 --local-steps 48",
+    "co2 auto": "--optimizer adamw --strategy co2:local_steps=auto",
+    "co2 48": "--optimizer adamw --strategy co2:local_steps=48",
 }
 # methods that adapt to the link rate, which `accuracy` does not limit
 TIMED = ("streaming-diloco auto", "streaming-diloco fp4 auto", "co2 auto")
 # methods with a warm-up, and the share of a run's steps in which they average whole gradients
-WARM, WARMUP = ("onebit-adam", "onebit-lamb"), float(TrainConfig.warmup)
+WARM, WARMUP = ("onebit-adam", "onebit-lamb"), WARMUP_SHARE
 NONE = "none"
 # local steps without synchronization
-NO_EXCHANGE = "--optimizer adamw --strategy local-sgd --local-steps 1000000000"
+NO_EXCHANGE = "--optimizer adamw --strategy local-sgd:local_steps=1000000000"
 
 
 @dataclass(frozen=True)
@@ -87,20 +88,20 @@ class Case:
 CASES = {
     "amazon_photo": Case(
         "amazon_photo",
-        "--layers 2 --fanouts 10,10 --hidden 64 --batch-size 32 --lr 0.0015",
+        "--fanouts 10,10 --hidden 64 --batch-size 32 --lr 0.0015",
         epochs=24,
         evaluate_every=3,
     ),
     "planted": Case(
         "planted",
-        "--layers 2 --fanouts 10,5 --hidden 64 --batch-size 64 --lr 0.003",
+        "--fanouts 10,5 --hidden 64 --batch-size 64 --lr 0.003",
         epochs=60,
         evaluate_every=5,
     ),
     # more than 5 million parameters, so the exchange dominates the step time
     "wide": Case(
         "amazon_photo",
-        "--layers 2 --fanouts 5,5 --hidden 3400 --batch-size 32 --lr 0.001",
+        "--fanouts 5,5 --hidden 3400 --batch-size 32 --lr 0.001",
         epochs=4,
         evaluate_every=2,
     ),

@@ -60,7 +60,7 @@ KINDS = (
 INSIDE = "GCNZC_FAULTS_INSIDE"
 NAMESPACES = ("--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 WORKERS, TIMEOUT_S, LIMIT_S = 4, 8, 240
-OPTIONS = "--layers 2 --fanouts 5,5 --hidden 16 --batch-size 20 --evaluate-every 20"
+OPTIONS = "--fanouts 5,5 --hidden 16 --batch-size 20 --evaluate-every 20"
 ALL_OPTIONS = f"{OPTIONS} --checkpoint-every-s 0.5 --timeout-s {TIMEOUT_S}"
 # a launcher takes as long to start as hundreds of epochs, and the run does not wait for it
 EPOCHS, EPOCHS_WITH_JOIN = 60, 400

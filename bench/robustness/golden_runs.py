@@ -27,7 +27,7 @@ from gcnzc.cli import main
 
 WORKERS = 2
 TIMEOUT_S = 300.0  # of a run of the workers
-OPTIONS = "--epochs 3 --fanouts 4,4 --layers 2 --hidden 8 --batch-size 64 --lr 0.02 --threads 1"
+OPTIONS = "--epochs 3 --fanouts 4,4 --hidden 8 --batch-size 64 --lr 0.02 --threads 1"
 OPTIONS += f" --no-tuning-profile --device cpu --seed {SEED}"
 
 MAKE = "--nodes 600 --edges 3000 --num-features 12 --classes 4 --seed 1"
@@ -44,52 +44,51 @@ RUNS: Mapping[str, tuple[str, str]] = {
     **{model: ("nodes", f"--model {model}") for model in ("sage", "gcn", "gin", "gat", "gatv2")},
     "deep model": (
         "nodes",
-        "--norm batch --residual --input-linear --output-linear --jumping cat --model gcn",
+        "--model gcn:norm=batch,residual=true,input_linear=true,output_linear=true,jumping=cat",
     ),
     "schedules": (
         "nodes",
         "--schedule cosine --warmup-epochs 1 --average ema --clip-gradients 0.5 "
-        "--weight-decay 0.01 --decay weights --optimizer adamw --accumulate 2",
+        "--optimizer adamw:weight_decay=0.01 --decay weights --accumulate 2",
     ),
     "losses": (
         "nodes",
-        "--label-inputs 0.5 --label-smoothing 0.1 --class-weights balanced --optimizer sgd "
-        "--average swa --metric f1_macro",
+        "--task node:label_inputs=0.5,label_smoothing=0.1,class_weights=balanced,metric=f1_macro "
+        "--optimizer sgd --average swa",
     ),
     "muon and local seeds": ("nodes", "--optimizer muon --seed-order local --evaluate sampled"),
     "full batch": ("nodes", "--batch-size all --fanouts -1,-1"),
     "links": ("links", "--task link"),
-    "links, in-batch": ("links", "--task link --negatives in-batch --decoder dot --model gat"),
+    "links, in-batch": ("links", "--task link:negatives=in-batch,decoder=dot --model gat"),
     **{model: ("typed", f"--model {model}") for model in ("rgcn", "rgat", "hgt", "hetero-sage")},
     "typed and temporal": ("typed", "--model rgcn --temporal last"),
-    "typed links": ("typed", "--model rgcn --task link --edge-type asked_by"),
+    "typed links": ("typed", "--model rgcn --task link:edge_type=asked_by"),
     "cora": ("cora", "--model gcn --hidden 16"),
     "cora links": ("cora-links", "--task link --batch-size 2048 --epochs 1"),
 }
-# by name: the options of a run of several workers
+# by name of a run of several workers: its strategy
 STRATEGIES: Mapping[str, str] = {
-    "average": "",
-    "local-sgd": "--local-steps 2",
-    "diloco": "--local-steps 3",
-    "muloco": "--local-steps 3",
-    "streaming-diloco": "--local-steps 4 --fragments 2",
-    "co2": "--local-steps 2",
-    "selsync": "--sync-window 3",
-    "dropcompute": "--accumulate 2 --compute-threshold none",
-    "topk": "--density 0.1",
-    "randomk": "--density 0.1",
-    "dct": "--density 0.1",
-    "sparseloco": "--local-steps 3 --density 0.1",
-    "saps": "--density 0.3",
-    "a2cid2": "",
-    "backup": "--grace 1000",
-    "fedglomo": "--local-steps 2",
+    "average": "average",
+    "local-sgd": "local-sgd:local_steps=2",
+    "diloco": "diloco:local_steps=3",
+    "muloco": "muloco:local_steps=3",
+    "streaming-diloco": "streaming-diloco:local_steps=4,fragments=2",
+    "co2": "co2:local_steps=2",
+    "selsync": "selsync:window=3",
+    "dropcompute": "dropcompute:threshold=none --accumulate 2",
+    "topk": "average:compress=topk:0.1",
+    "randomk": "average:compress=randomk:0.1",
+    "dct": "average:compress=threshold:0.1",
+    "sparseloco": "sparseloco:local_steps=3,compress=sparseloco:0.1",
+    "saps": "saps:density=0.3",
+    "a2cid2": "a2cid2",
+    "backup": "backup:grace=1000",
+    "fedglomo": "fedglomo:local_steps=2",
 }
 COMPRESSED = {
-    name: f"--optimizer {name} --warmup 4"
-    for name in ("onebit-adam", "onebit-lamb", "zero-one-adam")
+    name: f"--optimizer {name}:warmup=4" for name in ("onebit-adam", "onebit-lamb", "zero-one-adam")
 }
-WORKER_RUNS = {name: f"--strategy {name} {own}" for name, own in STRATEGIES.items()} | COMPRESSED
+WORKER_RUNS = {name: f"--strategy {own}" for name, own in STRATEGIES.items()} | COMPRESSED
 
 
 def arguments(*texts: str) -> list[str]:
@@ -155,14 +154,14 @@ def predict(name: str, *words: str, pairs: bool = False) -> dict[str, Any]:
 
 
 def embed_nodes() -> dict[str, Any]:
-    """Return the rows that `gcnzc embed-nodes` writes."""
-    run("embed-nodes", trained("gat"), "--out", "rows.npy")
+    """Return the rows that `gcnzc predict --embeddings` writes."""
+    run("predict", trained("gat"), "--embeddings", "--out", "rows.npy")
     return {"rows": np.load("rows.npy")}
 
 
 def embed() -> dict[str, Any]:
-    """Return the features that `gcnzc embed` computes from edges."""
-    run("embed", prepared("nodes"), "embedded", "--dims", "8")
+    """Return the features that `gcnzc prepare --embed` computes from edges."""
+    run("prepare", prepared("nodes"), "embedded", "--embed", "8")
     return {"features": gcnzc.load("embedded").features}
 
 

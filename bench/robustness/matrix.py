@@ -177,7 +177,7 @@ def run_checks(environment: Path, tests: Sequence[str], limit: int) -> dict[str,
 
 
 # recorded in addition to the versions that every record has
-OTHERS = ("scipy", "pandas", "scikit-learn", "networkx", "matplotlib", "tyro", "rich", "pytest")
+OTHERS = ("scipy", "pandas", "scikit-learn", "networkx", "matplotlib", "rich", "pytest")
 
 
 def run_tests(

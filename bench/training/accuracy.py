@@ -48,8 +48,8 @@ class Recipe:
     @property
     def model(self) -> str:
         """The kind of model, and whether labels are among its inputs."""
-        kind = self.options.split()[1]
-        return f"{kind}, label inputs" if "--label-inputs" in self.options else kind
+        kind = self.options.split()[1].partition(":")[0]
+        return f"{kind}, label inputs" if "label_inputs" in self.options else kind
 
 
 # commands that create the folder GRAPH; graphs with bag-of-words features and few labels reach a
@@ -65,64 +65,63 @@ MADE_BY = {
     "coauthor_physics": PREPARE,
     "tolokers": PREPARE,
     "digits": "make GRAPH --kind digits",
-    "ogbn_arxiv_structure": "embed ARCHIVE GRAPH --dims 128",
+    "ogbn_arxiv_structure": f"{PREPARE} --embed 128",
 }
 
 # a batch has all training nodes, so an epoch is one step; evaluating the 500 validation nodes only
 # every fifth step is faster, and makes it less likely that an early epoch is the best by chance
-STEPS = "--layers 2 --lr 0.01 --weight-decay 5e-4 --epochs 200 --evaluate-every 5"
-PLANETOID, PLANETOID_FULL = f"{STEPS} --fanouts 10,10", f"{STEPS} --batch-size all"
-WORDS = "--hidden 64 --dropout 0.5 --input-dropout 0.5"
+STEPS = "--lr 0.01 --optimizer adam:weight_decay=5e-4 --epochs 200 --evaluate-every 5"
+WHOLE = "--fanouts -1,-1 --batch-size all"
+PLANETOID, PLANETOID_FULL = f"{STEPS} --fanouts 10,10", f"{STEPS} {WHOLE}"
+WORDS = "input_dropout=0.5 --hidden 64 --dropout 0.5"
 ATTENTION = (
-    "--hidden 8 --heads 8 --output-heads 1 --no-skip "
-    "--dropout 0.6 --input-dropout 0.6 --attention-dropout 0.6"
+    "heads=8,output_heads=1,skip=false,input_dropout=0.6,attention_dropout=0.6 "
+    "--hidden 8 --dropout 0.6"
 )
-AMAZON = "--layers 2 --fanouts 10,10 --hidden 128 --norm batch --batch-size 512 --epochs 30"
+AMAZON = "sage:norm=batch --fanouts 10,10 --hidden 128 --batch-size 512 --epochs 30"
 # about as many steps
-AMAZON_FULL = (
-    "--layers 2 --hidden 128 --norm batch --batch-size all --epochs 300 --evaluate-every 10"
-)
+AMAZON_FULL = f"sage:norm=batch {WHOLE} --hidden 128 --epochs 300 --evaluate-every 10"
 # rows have 27 and 34 KB: small fan-outs limit the bytes that are gathered per batch
-COAUTHOR = "--layers 2 --fanouts 5,5 --hidden 64 --batch-size 256"
-ARXIV = "--layers 2 --fanouts 10,10 --hidden 256 --norm batch"
+COAUTHOR = "sage --fanouts 5,5 --hidden 64 --batch-size 256"
+ARXIV = "sage:norm=batch --fanouts 10,10 --hidden 256"
 
 RECIPES = (
-    Recipe("cora", 80.5, f"--model gcn {PLANETOID} {WORDS} --batch-size 140"),
-    Recipe("cora", 81.0, f"--model gat {PLANETOID} {ATTENTION} --batch-size 140"),
-    Recipe("cora", 79.0, f"--model sage {PLANETOID} {WORDS} --batch-size 140"),
-    Recipe("citeseer", 69.5, f"--model gcn {PLANETOID} {WORDS} --batch-size 120"),
-    Recipe("amazon_computers", 88.5, f"--model sage {AMAZON}"),
-    Recipe("amazon_photo", 93.5, f"--model sage {AMAZON}"),
-    Recipe("coauthor_cs", 93.0, f"--model sage {COAUTHOR} --epochs 10"),
-    Recipe("coauthor_physics", 95.5, f"--model sage {COAUTHOR} --epochs 5"),
+    Recipe("cora", 80.5, f"--model gcn:{WORDS} {PLANETOID} --batch-size 140"),
+    Recipe("cora", 81.0, f"--model gat:{ATTENTION} {PLANETOID} --batch-size 140"),
+    Recipe("cora", 79.0, f"--model sage:{WORDS} {PLANETOID} --batch-size 140"),
+    Recipe("citeseer", 69.5, f"--model gcn:{WORDS} {PLANETOID} --batch-size 120"),
+    Recipe("amazon_computers", 88.5, f"--model {AMAZON}"),
+    Recipe("amazon_photo", 93.5, f"--model {AMAZON}"),
+    Recipe("coauthor_cs", 93.0, f"--model {COAUTHOR} --epochs 10"),
+    Recipe("coauthor_physics", 95.5, f"--model {COAUTHOR} --epochs 5"),
     Recipe(
         "tolokers",
         81.0,
-        "--model sage --layers 3 --fanouts 10,10,10 --hidden 128 --norm batch --dropout 0.2 "
+        "--model sage:norm=batch --fanouts 10,10,10 --hidden 128 --dropout 0.2 "
         "--batch-size 512 --epochs 100 --patience 25",
     ),
     Recipe(
         "digits",
         96.0,
-        "--model sage --layers 2 --fanouts 10,10 --hidden 64 --norm batch --lr 0.01 "
+        "--model sage:norm=batch --fanouts 10,10 --hidden 64 --lr 0.01 "
         "--batch-size 128 --epochs 40 --patience 15",
     ),
     Recipe(
         "ogbn_arxiv_structure",
         66.0,
-        f"--model sage {ARXIV} --epochs 8",
+        f"--model {ARXIV} --epochs 8",
     ),
     Recipe(
         "ogbn_arxiv_structure",
         70.0,
-        f"--model sage {ARXIV} --epochs 16 --schedule cosine --label-inputs 0.5",
+        f"--model {ARXIV} --epochs 16 --schedule cosine --task node:label_inputs=0.5",
     ),
-    Recipe("cora", 81.5, f"--model gcn {PLANETOID_FULL} {WORDS}"),
-    Recipe("cora", 81.0, f"--model gat {PLANETOID_FULL} {ATTENTION}"),
-    Recipe("cora", 79.0, f"--model sage {PLANETOID_FULL} {WORDS}"),
-    Recipe("citeseer", 70.7, f"--model gcn {PLANETOID_FULL} {WORDS}"),
-    Recipe("amazon_photo", 93.5, f"--model sage {AMAZON_FULL}"),
-    Recipe("amazon_computers", 88.5, f"--model sage {AMAZON_FULL}"),
+    Recipe("cora", 81.5, f"--model gcn:{WORDS} {PLANETOID_FULL}"),
+    Recipe("cora", 81.0, f"--model gat:{ATTENTION} {PLANETOID_FULL}"),
+    Recipe("cora", 79.0, f"--model sage:{WORDS} {PLANETOID_FULL}"),
+    Recipe("citeseer", 70.7, f"--model gcn:{WORDS} {PLANETOID_FULL}"),
+    Recipe("amazon_photo", 93.5, f"--model {AMAZON_FULL}"),
+    Recipe("amazon_computers", 88.5, f"--model {AMAZON_FULL}"),
 )
 
 

@@ -7,8 +7,8 @@ Each depth is trained with three kinds of layers, all with layer normalization a
 projections of inputs and outputs:
 
 - `plain`: without residual connections;
-- `linear`: a linear projection of a layer's input is added to its output (`--residual`);
-- `pre-activation`: a layer's input itself is added to its output (`--pre-activation --residual`).
+- `linear`: a linear projection of a layer's input is added to its output (`residual`);
+- `pre-activation`: a layer's input itself is added to its output (`pre_activation`, `residual`).
 
 The model with the best validation score is tested. A record has the mean and standard deviation of
 the test scores over the seeds, the median time of an epoch, and the peak memory of a training
@@ -34,12 +34,12 @@ LAYERS = (2, 4, 8, 16, 32, 64, 100)
 TARGET_PERCENT, TARGET_LAYERS = 75.0, 100
 KINDS = {
     "plain": "",
-    "linear": "--residual",
-    "pre-activation": "--pre-activation --residual",
+    "linear": ",residual=true",
+    "pre-activation": ",pre_activation=true,residual=true",
 }
+MODEL = "gcn:norm=layer,input_linear=true,output_linear=true,input_dropout=0.5"
 OPTIONS = (
-    "--model gcn --batch-size all --hidden 128 --norm layer --input-linear --output-linear "
-    "--dropout 0.5 --input-dropout 0.5 --optimizer adam --lr 0.002 --weight-decay 0.01 "
+    "--batch-size all --hidden 128 --dropout 0.5 --optimizer adam:weight_decay=0.01 --lr 0.002 "
     "--evaluate-every 5"
 )
 
@@ -74,7 +74,8 @@ def measure(
     graph: str, kind: str, layers: int, prepared: Path, seeds: int, epochs: int
 ) -> dict[str, Any]:
     """Train once per seed, each in a process of its own, and record scores, time and memory."""
-    options = f"{OPTIONS} {KINDS[kind]} --layers {layers} --epochs {epochs}"
+    fanouts = ",".join(["-1"] * layers)
+    options = f"--model {MODEL}{KINDS[kind]} {OPTIONS} --fanouts {fanouts} --epochs {epochs}"
     words = words_of(f"train GRAPH {options}", GRAPH=prepared)
     results = []
     for seed in range(seeds):

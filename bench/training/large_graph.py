@@ -19,10 +19,7 @@ from pathlib import Path
 from bench import harness
 
 GROUPS = Path("/sys/fs/cgroup")
-OPTIONS = (
-    "--model sage --layers 3 --fanouts 15,10,5 --hidden 256 --batch-size 512 --epochs 1 "
-    "--evaluate auto"
-)
+OPTIONS = "--model sage --fanouts 15,10,5 --hidden 256 --batch-size 512 --epochs 1 --evaluate auto"
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ embeddings, keeps the model with the best validation AUC, and tests it with all 
 
     gcnzc           the defaults of `gcnzc train --task link`: seed edges are excluded from
                     message passing, and negative samples are never edges
-    gcnzc, as PyG   --exclude none --no-strict-negatives, the behaviour of PyG's loader
+    gcnzc, as PyG   link:exclude=none,strict=false, the behaviour of PyG's loader
     gcnzc, chance   as `gcnzc`, on random edges, which cannot be predicted; an AUC above 0.5 by
                     more than chance would show leakage of held-out edges
     pyg             PyG's LinkNeighborLoader and SAGEConv, with the same hyperparameters; FOLDER/pyg
@@ -39,11 +39,11 @@ ROOT = Path(__file__).parents[3]
 ARCHIVE = ROOT / "shared" / "data" / "amazon_photo" / "amazon_photo.npz"
 RIVAL = Path(__file__).parents[1] / "rivals" / "pyg_link.py"
 SIZES = {"hidden": 64, "fanouts": [5, 5], "batch_size": 2048, "lr": 0.003}
-OURS = "train GRAPH --task link --model sage --layers 2 --norm batch --dropout 0"
+OURS = "train GRAPH --model sage:norm=batch --dropout 0"
 METHODS = {
-    "gcnzc": "",
-    "gcnzc, as PyG": "--exclude none --no-strict-negatives",
-    "gcnzc, chance": "",
+    "gcnzc": "--task link",
+    "gcnzc, as PyG": "--task link:exclude=none,strict=false",
+    "gcnzc, chance": "--task link",
     "pyg": "all",
     "pyg, drawn": "drawn",
 }

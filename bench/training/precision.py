@@ -68,7 +68,7 @@ def find_case(name: str) -> Case:
             return Case(name, name, recipe.options, MADE_BY[name], is_preset=False)
     raise ValueError(
         f"{name} is neither a preset nor a graph with a recipe\n\n"
-        f"hint: {', '.join(MADE_BY)}, or a name that `gcnzc presets` lists"
+        f"hint: {', '.join(MADE_BY)}, or a name that `gcnzc help preset` lists"
     )
 
 
