@@ -27,8 +27,8 @@ ONE_BIT = ("onebit-adam", "onebit-lamb", "zero-one-adam")
 OPTIMIZER_OF = {"muloco": "muon", "fedglomo": "sgd"}
 # the default of --accumulate with a strategy that drops minibatches
 DROPPED_ACCUMULATE = 4
-# protects the machine against a mistyped number; the largest servers have several hundred cores
-MAX_THREADS = 1024
+# protect the machine against a mistyped number; the largest servers have several hundred cores
+MAX_THREADS = MAX_HEADS = 1024
 SEED_LIMIT = 2**63 - 1
 ALL_NEIGHBOURS = -1
 
@@ -72,6 +72,7 @@ MODELS = Choices(
         "hetero-sage": (f"{_HETERO}HeteroSAGE",),
     },
     supplied=("num_layers", "dropout"),
+    bounds=dict.fromkeys(("heads", "output_heads", "num_bases"), Bounds(most=MAX_HEADS)),
 )
 EMBEDDINGS = Choices(
     "--embeddings",
@@ -160,6 +161,7 @@ STRATEGIES = Choices(
         *("group", "signals", "module", "micro_batches", "clip_norm", "total_steps"),
         *("alone", "clock", "clocks", "delay_steps", "seed"),
     ),
+    bounds={"target": Bounds(above=0, most=1)},
 )
 SCHEDULES = Choices(
     "--schedule",
@@ -554,9 +556,9 @@ GROUPS: Mapping[str, Any] = {
 def _preset_options(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the options of a preset; a config that is copied, or read from a run, has them all."""
     name = given.get("preset")
-    return (
-        read_preset(name).options if name and not rows(TrainConfig).keys() <= given.keys() else {}
-    )
+    if name is None or rows(TrainConfig).keys() <= given.keys():
+        return {}
+    return read_preset(name).options
 
 
 def check_fanouts(fanouts: Collection[int], flag: str) -> None:
