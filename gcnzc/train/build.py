@@ -255,8 +255,9 @@ def check_options(config: TrainConfig, workers: int) -> None:
     Raises:
         ValueError: an option of --model, --optimizer or --strategy is not valid.
     """
-    # the columns of one layer are those of all heads
-    options = config.model.replace(hidden=max(1, config.model.model.given.get("heads", 4)))
+    # of typed models, the hidden features are divided between the heads
+    heads = config.model.model.given.get("heads", 4)
+    options = config.model.replace(hidden=max(1, heads) if config.model.is_hetero else 1)
     with torch.random.fork_rng([]):
         if options.is_hetero:
             metadata = ["node"], [("node", "to", "node")]

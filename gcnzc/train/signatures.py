@@ -245,6 +245,8 @@ def _kinds(module: str, node: ast.expr | None) -> tuple[Any, ...]:
             return (Literal[ast.literal_eval(node.slice)],)
         if node.value.id in ("Sequence", "tuple"):
             item = next((kind for kind in ("int", "float", "str") if kind in items), None)
-            kinds = {"int": tuple[int, ...], "float": tuple[float, ...], "str": tuple[str, ...]}
-            return (kinds[item],) if item else ()
+            kinds: dict[str, Any] = {"int": tuple[int, ...], "float": tuple[float, ...]}
+            if isinstance(node.slice, ast.Tuple) and "..." not in items:
+                kinds = {"int": tuple[int, int], "float": tuple[float, float]}
+            return (kinds.get(item, tuple[str, ...]),) if item else ()
     return ()
