@@ -75,6 +75,7 @@ def test_metadata_is_stored_in_task_json(tmp_path: Path, binary: bool) -> None:
     found = OgbGraph(path)
     assert (found.name, found.num_classes, found.metric) == ("mine", 9, "rocauc")
     assert (found.split_name, found.best_accuracy) == ("time", 0.75)
+    assert meta_dict(path)["num classes"] == 9
     assert usual_of(found) == (True, "keep")
     assert found.origin["seed"] == 3
     assert found.origin["release"] == "RELEASE_v1"
@@ -88,10 +89,12 @@ def in_chunks(table: NDArray[Any], rows: int) -> Rows:
     return Rows(40, table.shape[1], table.dtype, chunks, "generated")
 
 
-def test_too_few_rows_are_an_error_and_leave_nothing(tmp_path: Path) -> None:
+def test_another_number_of_rows_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     graph = tiny()
     with pytest.raises(ValueError, match=r"39 rows of features for 40 nodes\n\nhint: "):
         graph.but(features=in_chunks(graph.features[:39], 7)).write(tmp_path / "a")
+    with pytest.raises(ValueError, match=r"more than 35 rows of features for 40 nodes\n\nhint: "):
+        graph.but(features=in_chunks(np.ones((41, 5)), 7)).write(tmp_path / "a")
     with pytest.raises(ValueError, match=r"39 rows of features for 40 nodes\n\nhint: "):
         graph.but(features=graph.features[:39]).write(tmp_path / "a")
     assert not list(tmp_path.iterdir())
@@ -264,6 +267,7 @@ def test_a_damaged_file_is_reported_by_name(tmp_path: Path, file: str) -> None:
         ("raw/edge", line(3, b"1"), "edge.csv.gz has '' in line 4, which is not an integer"),
         ("raw/edge", line(3, b"1,2,3"), "not a table of numbers: Error tokenizing"),
         ("raw/edge", line(3, b"1,2.5"), "has 2.5 in line 4"),
+        ("raw/edge", line(3, b"1,9999999999999999999"), "has numbers that are not node ids"),
         ("raw/edge", line(3, b"1,40"), "edge 3 has the node 40, but nodes are 0 to 39"),
         ("raw/edge", lambda text: text + b"1,2\n", "has 201 edges, but the stored number"),
         ("raw/edge", line(199, b""), "has 199 edges, but the stored number of edges is 200"),
@@ -295,6 +299,7 @@ def test_a_wrong_number_of_edges_is_rejected(tmp_path: Path) -> None:
     ("task", "words"),
     [
         ("{", "is not valid JSON"),
+        ("[1]", "does not describe a task: it is no dict"),
         ("{}", "does not describe a task: KeyError"),
         (
             '{"task type": "regression", "eval metric": "rmse", "num classes": -1, '

@@ -95,6 +95,13 @@ def test_a_graph_is_read_back(tmp_path, binary):
     assert_same(HeteroGraph.from_ogb(tmp_path / "a"), graph)
     opened = OgbHetero(tmp_path / "a")
     assert (opened.name, opened.num_classes, opened.split_name) == ("mine", 9, "time")
+    assert OgbHetero(tmp_path / "a", "ogbn-mag").name == "ogbn-mag"
+    assert ogb_hetero_write.meta_dict(tmp_path / "a")["is hetero"] == "True"
+    # the split in one file
+    split = {part: {"paper": ids} for part, ids in drawn()["split"].items()}
+    torch.save(split, tmp_path / "a/split/time/split_dict.pt")
+    shutil.rmtree(tmp_path / "a/split/time/paper")
+    assert_same(HeteroGraph.from_ogb(tmp_path / "a"), graph)
     with pytest.raises(FileExistsError, match="already exists"):
         graph.to_ogb(tmp_path / "a")
 
