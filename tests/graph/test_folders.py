@@ -151,6 +151,10 @@ def test_requested_choices_are_made(tmp_path: Path) -> None:
     assert edges(load(raw, **choices)) == sorted(looped)
     prepare(raw, tmp_path / "a", **choices)
     assert edges(load(tmp_path / "a")) == sorted(looped)
+    # a prepared folder records what changed it last
+    prepare(tmp_path / "a", tmp_path / "b", self_loops="remove")
+    assert edges(load(tmp_path / "b")) == sorted(e for e in looped if e[0] != e[1])
+    assert load(tmp_path / "b").origin["options"]["self_loops"] == "remove"
     # asking for no directions asks nothing of equal edges, and the other way round
     raw = graph.write_npz(tmp_path / "a.npz")
     assert load(raw, name="ogbn-arxiv", bidirected=False).graph.num_edges == 200
@@ -525,6 +529,8 @@ def test_missing_sources_are_reported(
 def test_missing_folders_are_reported(tmp_path: Path, look: Callable[[Path], object]) -> None:
     with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere\n\nhint: "):
         look(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no file .*nowhere.npz\n\nhint: "):
+        look(tmp_path / "nowhere.npz")
     with pytest.raises(ValueError, match=r"neither meta.json nor raw/\n\nhint: "):
         look(tmp_path)
     (tmp_path / "words.txt").write_text("words")

@@ -1,5 +1,6 @@
 """Heterogeneous graphs: from arrays, PyG, DGL and tables, and in prepared folders."""
 
+import copy
 import json
 import warnings
 
@@ -127,6 +128,10 @@ def test_from_pyg():
     assert HeteroGraph.from_pyg(data).edges(BUYS).time is None
     with pytest.raises(ValueError, match="time_attr is 'when'"):
         HeteroGraph.from_pyg(data, time_attr="when")
+    bare = copy.copy(data)
+    del bare[BUYS].edge_index
+    with pytest.raises(ValueError, match=r"'buys', 'item'\) has neither edge_index nor adj_t"):
+        HeteroGraph.from_pyg(bare)
     del data["item"].num_nodes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -163,6 +168,8 @@ def test_from_dgl():
     assert graph.edges("buys").time.tolist() == [1, 2, 3, 9]
     with pytest.raises(ValueError, match=r"time is 'then', which no type of the graph has"):
         HeteroGraph.from_dgl(own, time="then")
+    with pytest.raises(TypeError, match=r"graph is .*, not a dgl\.DGLGraph"):
+        HeteroGraph.from_dgl(torch.ones(2))
 
 
 CUSTOMERS = pd.DataFrame({"id": [10, 30, 20], "age": [1.0, 2.0, 3.0]})
@@ -199,6 +206,8 @@ def test_from_tables():
     assert graph.nodes("order").time.tolist()[:3] == [seconds[0], seconds[1] + 1, seconds[2]]
     assert graph.nodes("customer").features.flatten().tolist() == [1, 2, 3]
     assert HeteroGraph.from_tables(tables(), reverse=False).edge_types == [forward]
+    with pytest.raises(TypeError, match="tables is .*, not a dict of tables by name"):
+        HeteroGraph.from_tables([CUSTOMERS, ORDERS])
 
 
 def test_rows_are_nodes_for_keys_of_any_type_and_any_index():
@@ -275,10 +284,29 @@ def test_wrong_tables_are_rejected_with_a_message_that_names_them(changes, messa
             {("u", "r", "u"): {"edge_index": [[0], [1]], "features": [[1], [2]]}},
             "features of edge",
         ),
+        ({7: 2}, {}, "a node type is .*7, not a name"),
+        ({"u": 2}, {("u", "r"): [[0], [1]]}, "an edge type is .*, not three strings"),
+        ({"u": 2}, {("u", "r", "u"): np.zeros((3, 2), int)}, r"has shape \(3, 2\), not \(2, E\)"),
+        ({"u": 2}, {("u", "r", "u"): [[0, 1], [0]]}, "has 2 sources and 1 destinations"),
+        ({"u": {"num_nodes": 2, "name": "x"}}, {}, "node type 'u' has the key 'name', not of num"),
+        ({"u": {"features": [["a"], ["b"]]}}, {}, "features of node type 'u' has type <U1"),
+        ({"u": {"features": torch.eye(2).to_sparse_csc()}}, {}, "of torch.sparse_csc, not dense"),
+        ({"u": {"labels": [0, -2]}}, {}, "node 1 has the label -2, which is not a class"),
+        ({"u": {"labels": [0, 10**9]}}, {}, "node 1 has the label 1000000000, which is not a cl"),
+        # names
+        ({"u": {"keys": "ab"}}, {}, "keys of node type 'u' are .*, not one key for each node"),
+        ({"u": {"keys": ["a", None]}}, {}, "keys of node type 'u' have missing values"),
+        ({"u": {"keys": ["a", "a"]}}, {}, "keys of node type 'u' have 'a' twice"),
+        ({"u": {"keys": ["a", "b\0"]}}, {}, "which has a NUL character"),
+        ({"u": {"num_nodes": 2, "classes": ["a"]}}, {}, "the nodes have no class labels"),
+        ({"u": {"labels": [0, 1], "classes": "ab"}}, {}, "not a list of names"),
+        ({"u": {"labels": [0, 1], "classes": ["a", "a"]}}, {}, "have 'a' twice"),
+        ({"u": {"labels": [0, 1], "classes": ["a"]}}, {}, "1 names are given .* for 2 or more cl"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 def test_wrong_arrays_are_rejected_with_a_message_that_names_them(nodes, edges, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         HeteroGraph.from_arrays(nodes, edges)
 
 
@@ -298,6 +326,8 @@ def test_wrong_stores_are_rejected_with_a_message_that_names_them(change, messag
     good = {"indptr": torch.tensor([0, 1, 2]), "indices": torch.tensor([0, 1], dtype=torch.int32)}
     nodes = {"u": NodeStore(2)}
     HeteroGraph(nodes, {("u", "r", "u"): EdgeStore(**good)})
+    with pytest.raises(ValueError, match="node type 'u' has 2 nodes, but 3 rows of features"):
+        HeteroGraph({"u": NodeStore(2, torch.ones(3, 1))}, {})
     with pytest.raises(ValueError, match=message):
         HeteroGraph(nodes, {("u", "r", "u"): EdgeStore(**(good | change))})
 

@@ -130,6 +130,11 @@ def test_a_folder_keeps_labels_and_splits_and_trains(tmp_path):
             {"labels": {"user": "score"}, "users": USERS.assign(score=[0.5, np.inf, 1, 2])},
             "labels of node type 'user': node 1 has the label inf",
         ),
+        ({"users": USERS.assign(age=list("abcd"))}, "column 'age' of table 'user' has .*not num"),
+        (
+            {"labels": {"user": "score"}, "users": USERS.assign(score=np.nan)},
+            "column 'score' of table 'user' has no labels: all 4 values are missing",
+        ),
         (
             {"users": USERS.assign(age=[1, 2, 3, 1e300])},
             "column 'age' of table 'user' is 1e[+]300 in row 3",

@@ -75,13 +75,14 @@ def make_dgl_loader(**kwargs):
 
     dgl = import_dgl()
     graph = dgl.graph(tuple(make_data().edge_index), num_nodes=ITEMS)
-    sampler = dgl.dataloading.NeighborSampler([2, 2])
+    graph.ndata["x"] = make_data().x
+    sampler = dgl.dataloading.NeighborSampler([2, 2], prefetch_node_feats=["x"])
     given = {"batch_size": 5, "shuffle": True, "threads": 1} | kwargs
     return DataLoader(graph, torch.arange(ITEMS), sampler, **given)
 
 
 def dgl_epoch(loader):
-    return [(nodes.tolist(), seeds.tolist()) for nodes, seeds, _ in loader]
+    return [(n.tolist(), s.tolist(), b[0].srcdata["x"].tolist()) for n, s, b in loader]
 
 
 LOADERS = {
@@ -107,11 +108,48 @@ def test_iterators_of_every_loader_are_epochs_of_their_own_and_its_seed_is_torch
     assert epochs[0] == epochs[1] != epochs[2]
 
 
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_minibatches_of_another_loader_follow_the_epochs_of_the_sampler(kind):
+    """As those of Accelerate, which iterates over the sampler and calls `collate_fn`."""
+    make_loader, read = LOADERS[kind]
+
+    def epochs():
+        loader = make_loader(seed=1)
+        return [read(map(loader.collate_fn, loader.batch_sampler)) for _ in range(2)]
+
+    first, second = epochs()
+    assert first != second
+    assert [first, second] == epochs()
+    # Accelerate's generator decides the order of all ranks
+    sampler = make_loader(seed=1).sampler
+    sampler.generator = torch.Generator()
+    orders = []
+    for seed in (3, 3, 4):
+        sampler.generator.manual_seed(seed)
+        orders.append(list(sampler))
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_iterations_in_progress_are_resumed_together():
+    epochs, loader = epochs_of(make(seed=1), 2), make(seed=1)
+    iterators = iter(loader), iter(loader)
+    for iterator in iterators:
+        next(iterator)
+    state, other = loader.state_dict(), make(seed=1)
+    other.load_state_dict(state)
+    assert epochs_of(other, 2) == [epoch[1:] for epoch in epochs]
+    assert [len(list(iterator)) for iterator in iterators] == [3, 3]
+    assert list(iterators[0]) == []
+    with pytest.raises(ValueError, match=r"'interleaved'\] is not a list of lists of three"):
+        other.load_state_dict(state | {"interleaved": [[1, 2]]})
+
+
 def test_ranks_without_a_seed_have_the_same_order():
     taken, alone = [], []
     for rank in range(2):
         torch.manual_seed(rank)
         loader = make(rank=rank, world_size=2)
+        assert len(loader) == 2
         taken += [item for batch in loader for item in batch.input_id.tolist()]
         alone.append(epochs_of(make(), 1))
     assert sorted(taken) == list(range(ITEMS))

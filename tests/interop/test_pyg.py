@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import inspect
+import sys
 from itertools import accumulate
 
 import numpy as np
@@ -252,6 +253,12 @@ def test_minibatches_of_links_have_their_labels(data):
     assert len(LinkNeighborLoader(data, [3]).dataset) == EDGES
 
 
+def test_a_failed_import_of_pyg_is_reported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_geometric.sampler", None)
+    with pytest.raises(ImportError, match=r"the import of PyG failed: .*\n\nhint: pip install"):
+        importing.import_pyg()
+
+
 @pytest.mark.parametrize("amount", [1, 2.5, 0.3])
 def test_binary_negatives_are_sampled(data, amount):
     kwargs = {"batch_size": 64, "neg_sampling": NegativeSampling("binary", amount)}
@@ -346,6 +353,7 @@ def test_num_workers_sets_the_number_of_threads(data):
     [
         ({"data": Data(adj_t=object(), num_nodes=3)}, "does not support adj_t"),
         ({"data": Data(edge_index=[[0], [1]], num_nodes=3)}, "edge_index of type list"),
+        ({"data": (EDGE, EDGE)}, "a tuple that is not a pair of stores(.|\n)*hint: .*GraphStore"),
         (
             {"data": Data(edge_index=EDGE, x=torch.rand(2, 2).requires_grad_())},
             "x requires a gradient",

@@ -445,6 +445,7 @@ def changed(kind, **values):
         ({"subgraph_type": "forward"}, "subgraph_type is 'forward'"),
         ({"temporal_strategy": "first"}, "temporal_strategy is 'first'"),
         ({"time_attr": "day"}, "time_attr is 'day', which no type of the data has"),
+        ({"time_attr": 3}, "time_attr is 3, not the name of an attribute"),
         ({"time_attr": "at"}, "the nodes of type 'user' have no times"),
         ({"weight_attr": "x"}, "weight_attr is 'x', which no type"),
         ({"input_time": torch.arange(USERS)}, "input_time was given without time_attr"),

@@ -172,6 +172,17 @@ def test_edges_and_their_negatives_have_labels(data, amount, disjoint):
     assert torch.equal(torch.cat(taken), torch.arange(EDGES))
 
 
+def test_weighted_negatives_are_not_later_than_their_edge(data):
+    weight, times = torch.arange(ITEMS) % 2.0, torch.arange(EDGES) % LATEST
+    data["item"].born[1] = 0
+    sampling = NegativeSampling("triplet", 3, dst_weight=weight)
+    options = {"time_attr": "born", "edge_label_time": times, "neg_sampling": sampling}
+    for batch in LinkNeighborLoader(data, [2], BUYS, batch_size=50, **options):
+        found = batch["item"].n_id[batch["item"].dst_neg_index]
+        assert bool((weight[found] > 0).all())
+        assert bool((data["item"].born[found] <= times[batch[BUYS].input_id, None]).all())
+
+
 def fields(batch):
     names = ("n_id", "e_id", "edge_index", "x", "batch", "edge_label_index", "edge_label")
     return {

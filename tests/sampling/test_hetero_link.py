@@ -86,6 +86,9 @@ def test_an_edge_without_a_negative_is_found_in_advance():
     graph = HeteroGraph.from_arrays({"user": {"num_nodes": 2}}, knows)
     with pytest.raises(ValueError, match="edges between node 0 and all others"):
         HeteroLinkSampler(HeteroSampler(graph, [2]), KNOWS).check_negatives()
+    # without times, the ends of pairs are the same nodes
+    batch = HeteroLinkSampler(HeteroSampler(graph, [2]), KNOWS, num_negatives=0).sample([0], 0)
+    assert batch.nodes["user"][batch.pairs].tolist() == [[0], [1]]
 
 
 def test_negatives_equal_the_reference():
