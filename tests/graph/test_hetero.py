@@ -206,7 +206,7 @@ def test_from_tables():
     assert graph.nodes("order").time.tolist()[:3] == [seconds[0], seconds[1] + 1, seconds[2]]
     assert graph.nodes("customer").features.flatten().tolist() == [1, 2, 3]
     assert HeteroGraph.from_tables(tables(), reverse=False).edge_types == [forward]
-    with pytest.raises(TypeError, match="tables is .*, not a dict of tables by name"):
+    with pytest.raises(TypeError, match=r"tables is .*, not a dict of tables by name"):
         HeteroGraph.from_tables([CUSTOMERS, ORDERS])
 
 

@@ -1,5 +1,7 @@
 """The loader of the whole graph yields one batch per epoch, without copies where it can."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -36,7 +38,10 @@ def test_each_epoch_has_the_same_batch_of_all_seeds(graph, table):
         assert loader.epoch == epoch
         batches += loader
     assert len(batches) == 3
-    for batch in batches:
+    # a copy builds its own
+    (copied,) = copy.copy(loader)
+    assert copied.x.data_ptr() != batches[0].x.data_ptr()
+    for batch in (*batches, copied):
         assert torch.equal(batch.seeds, SEEDS)
         assert torch.equal(batch.items, SEEDS)
         assert torch.equal(batch.x, table.rows[batch.nodes])

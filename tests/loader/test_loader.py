@@ -85,9 +85,9 @@ def same(a, b):
 class Slow:
     """A sampler that counts who is inside, and fails when told to."""
 
-    def __init__(self, graph, *, fail_at=None, seconds=0.0):
+    def __init__(self, graph, *, fail_at=None, error=OSError, seconds=0.0):
         self.inner = Sampler(graph, [2])
-        self.fail_at, self.seconds = fail_at, seconds
+        self.fail_at, self.error, self.seconds = fail_at, error, seconds
         self.calls = self.inside = self.most = 0
         self.lock = threading.Lock()
 
@@ -101,7 +101,7 @@ class Slow:
         with self.lock:
             self.inside -= 1
         if call == self.fail_at:
-            raise OSError("the disk is gone")
+            raise self.error("the disk is gone")
         return self.inner.sample(seeds, epoch)
 
 
@@ -325,6 +325,9 @@ def test_an_error_of_a_thread_is_raised_in_the_order_of_batches(make, graph):
     assert loader.state_dict()["position"] == 3
     # nothing is broken for good
     assert len(list(loader)) == 16
+    # which would otherwise end the epoch early
+    with pytest.raises(RuntimeError, match="the sampler raised StopIteration"):
+        list(make(sampler=Slow(graph, fail_at=4, error=StopIteration)))
 
 
 def test_writing_into_a_batch_changes_neither_the_seeds_nor_later_epochs(make):

@@ -50,6 +50,7 @@ def test_negatives_are_not_later_than_their_edge(strict):
     items, item_time = torch.arange(EDGES), graph.nodes("item").time
     known = {tuple(pair) for pair in graph.edges(BUYS).edge_index().T.tolist()}
     has_ties = False
+    sampler.check_negatives()
     for epoch in range(3):
         found = negatives(sampler, items, epoch)
         times = sampler.times[:, None]

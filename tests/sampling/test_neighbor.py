@@ -37,6 +37,8 @@ def test_a_batch_equals_the_reference_with_the_input_layer_first(graph):
     drawn = sample_reference(graph.indptr, graph.indices, seeds, [2, 3, 4], 5, 6)
     assert torch.equal(batch.nodes, drawn.nodes)
     assert torch.equal(batch.seeds, seeds)
+    shapes = f"seeds=(3,), nodes=({len(batch.nodes)},)"
+    assert repr(batch).startswith(f"Batch({shapes}, blocks=(Block(num_src={len(batch.nodes)}, num")
     assert batch.x is None
     assert batch.y is None
     assert batch.times["sample_s"] > 0

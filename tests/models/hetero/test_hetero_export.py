@@ -35,7 +35,7 @@ CASES = {
     "rgcn": (RGCN, {"norm": "batch", "residual": True, "num_bases": 2}),
     "rgcn_without_own_rows": (RGCN, {"root_weight": False, "num_layers": 1}),
     "sage": (HeteroSAGE, {"norm": "layer", "output_linear": True, "activation": "elu"}),
-    "rgat": (RGAT, {"heads": 2, "residual": False}),
+    "rgat": (RGAT, {"heads": 2, "residual": False, "norm": "batch"}),
     "hgt": (HGT, {"heads": 2, "num_layers": 1}),
 }
 
