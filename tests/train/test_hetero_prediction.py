@@ -257,6 +257,9 @@ def test_times_of_pairs_and_nodes_are_dates(dated, tmp_path, capsys, monkeypatch
         message = capsys.readouterr().err
         assert f"--time {text} is not a time" in message
         assert "dates such as 2024-03-01 (UTC), or integers in s since 1970" in message
+    pairs.assign(time=["2024-03-01", "soon", ""]).to_csv("wrong.csv", index=False)
+    assert main(["predict", str(dated), "--out", "x.npy", "--pairs", "wrong.csv"]) == 1
+    assert "wrong.csv, line 3, column 'time': 'soon' is not a time" in capsys.readouterr().err
 
 
 def printed(capsys):
