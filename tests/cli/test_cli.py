@@ -212,7 +212,6 @@ def test_pcie_without_a_gpu_and_a_graph_is_an_error(capsys, monkeypatch):
         (["train", "--dropout", "1"], "--dropout must be in [0, 1)", "probability"),
         (["train", "--model", "mlp"], "mlp", "gcnzc train --help"),
         (["make"], "PATH", "gcnzc make --help"),
-        (["make", "x", "--like", "cora"], "ogbn-papers100M, ogbn-products, reddit", "make --help"),
         (["plot"], "no run is given", "gcnzc plot runs/NAME"),
         (["check", "--row-bytes", "101"], "not a whole number of float32 elements", "512 bytes"),
         (["pcie", "--megabytes", "8"], "--megabytes must be at least 16, got 8", "omit"),

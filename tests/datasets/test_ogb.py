@@ -264,6 +264,7 @@ def test_a_damaged_file_is_reported_by_name(tmp_path: Path, file: str) -> None:
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [
+        ("raw/edge", line(0, b"1,2,3"), "has 3 columns, not 2"),
         ("raw/edge", line(3, b"1"), "edge.csv.gz has '' in line 4, which is not an integer"),
         ("raw/edge", line(3, b"1,2,3"), "not a table of numbers: Error tokenizing"),
         ("raw/edge", line(3, b"1,2.5"), "has 2.5 in line 4"),

@@ -125,6 +125,8 @@ def test_from_pyg():
     assert torch.equal(store.weight, data[BUYS].w[store.edge_ids])
     # rows of adj_t are destinations
     assert graph.edges(RATED).edge_index().tolist() == [[1, 0], [0, 2]]
+    data[RATED].adj_t = adjacency
+    assert HeteroGraph.from_pyg(data).edges(RATED).edge_index().tolist() == [[1, 0], [0, 2]]
     assert HeteroGraph.from_pyg(data).edges(BUYS).time is None
     with pytest.raises(ValueError, match="time_attr is 'when'"):
         HeteroGraph.from_pyg(data, time_attr="when")
@@ -291,6 +293,23 @@ def test_wrong_tables_are_rejected_with_a_message_that_names_them(changes, messa
         ({"u": {"num_nodes": 2, "name": "x"}}, {}, "node type 'u' has the key 'name', not of num"),
         ({"u": {"features": [["a"], ["b"]]}}, {}, "features of node type 'u' has type <U1"),
         ({"u": {"features": torch.eye(2).to_sparse_csc()}}, {}, "of torch.sparse_csc, not dense"),
+        ({"u": {}}, {}, "the number of nodes of node type 'u' is unknown"),
+        (
+            {"u": {"time": [1]}, "v": {"time": np.array(["2020"], "M8[Y]")}},
+            {},
+            "times of node type 'v' are dates, but those of node type 'u' are integers of an unk",
+        ),
+        ({"u": 2}, {("u", "r", "u"): torch.eye(2).to_sparse()}, "of layout torch.sparse_coo"),
+        (
+            {"u": 2},
+            {("u", "r", "u"): {"edge_index": [[0], [1]], "weight": ["a"]}},
+            r"weight of edge type .* has type <U1\n\nhint: weights are numbers",
+        ),
+        (
+            {"u": {"labels": ["a", "b"]}},
+            {},
+            r"labels of node type 'u' has type <U1(.|\n)*factorize",
+        ),
         ({"u": {"labels": [0, -2]}}, {}, "node 1 has the label -2, which is not a class"),
         ({"u": {"labels": [0, 10**9]}}, {}, "node 1 has the label 1000000000, which is not a cl"),
         # names

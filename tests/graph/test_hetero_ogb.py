@@ -106,6 +106,25 @@ def test_a_graph_is_read_back(tmp_path, binary):
         graph.to_ogb(tmp_path / "a")
 
 
+@pytest.mark.parametrize(
+    ("nodes", "edges", "words"),
+    [
+        ({"a/b": {"labels": [0]}}, {}, "the type 'a/b' cannot be part of the name of a file"),
+        ({"a": 3}, {}, "no node type has labels"),
+        ({"a": {"labels": [0, 1]}}, {}, "the splits have the node types"),
+        (
+            {"a": {"labels": [0, 1, 2], "split": {"train": [0], "val": [1], "test": [2]}}},
+            {("a", "r", "a"): np.empty((2, 0), int)},
+            "has no edges, which OGB cannot read from a csv.gz",
+        ),
+    ],
+)
+def test_graphs_that_the_layout_cannot_hold_are_rejected(tmp_path, nodes, edges, words):
+    with pytest.raises(ValueError, match=words + "(.|\n)*\n\nhint: "):
+        HeteroGraph.from_arrays(nodes, edges).to_ogb(tmp_path / "a", binary=False)
+    assert not list(tmp_path.iterdir())
+
+
 def test_reverse_edge_types(tmp_path):
     build(drawn()).to_ogb(tmp_path / "a")
     graph = HeteroGraph.from_ogb(tmp_path / "a", reverse=True)
@@ -371,6 +390,7 @@ EDGES = "raw/relations/paper___cites___paper/edge"
         ("raw/num-node-dict", "author,paper\n7,30\n8,31\n", r"has the numbers \[7, 8\]"),
         ("raw/num-node-dict", "author,paper\n7,29\n", r"has the node 29|29 nodes"),
         ("raw/triplet-type-list", "paper,cites\n", "has 2 columns, not 3"),
+        ("raw/triplet-type-list", "a,b,c\nd\n", "its lines have different numbers of columns"),
         ("raw/triplet-type-list", "paper,cites,book\n", "no file|'book'"),
         (EDGES, "0,1\n", "has 1 edges, but the stored number of edges is 50"),
         (EDGES, "0,30\n" * 50, "cites.* edge 0 has the node 30, but nodes are 0 to 29"),

@@ -137,6 +137,7 @@ def test_seeds_of_several_types_are_numbered_in_their_order():
     assert batch.subgraphs["t2"][:1].tolist() == [0]
     assert batch.subgraphs["t0"][:2].tolist() == [1, 2]
     assert batch.num_nodes["t1"][0] == 0
+    assert repr(batch).startswith("HeteroBatch(nodes: t0=")
 
 
 @pytest.mark.parametrize(
@@ -363,6 +364,11 @@ PLAIN = HeteroGraph.from_arrays({"u": 4, "v": 3}, {("u", "r", "v"): [[0], [0]]})
         ),
         (lambda: build_full_hetero_blocks(SHOP, 1, targets=["w"]), "targets has the node type 'w'"),
         (lambda: HeteroLinkSampler(HeteroSampler(SHOP, [1]), "r", times=[1]), "ignores times"),
+        (lambda: HeteroLinkSampler(HeteroSampler(SHOP, [1]), "r", [[0.5], [1]]), "edges of .* are"),
+        (
+            lambda: HeteroLinkSampler(HeteroSampler(SHOP, [1]), "r", np.empty((2, 0), int)),
+            r"edges of .* are empty\n\nhint: is the split empty",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(make, message):

@@ -287,6 +287,10 @@ def test_commands_write_files(run, link_run, link_config, tmp_path, capsys, monk
     ends = pairs[["source", "target"]].to_numpy().T
     expected = predict_links(link_run, pairs=ends, fanouts=(3, 3)).scores
     np.testing.assert_array_equal(pd.read_parquet("links.parquet")["score"], expected)
+    np.save("ends.npy", ends)
+    words[1] = "ends.npy"
+    assert main(["predict", str(link_run), "--out", "links.npy", *words]) == 0
+    np.testing.assert_array_equal(np.load("links.npy")["score"], expected)
     # times in the file are those of the pairs of a temporal run
     timed = tmp_path / "timed"
     train(replace(link_config, temporal="uniform"), timed)

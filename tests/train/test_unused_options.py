@@ -193,8 +193,6 @@ def test_an_unused_option_is_an_error_with_the_choices_that_use_it(graph, capsys
         default = next(field.default for field in fields(TrainConfig) if field.name == name)
         assert default is not MISSING
         assert not unused_options(TrainConfig(**{choice: other, name: default}))
-    found = unused_options(TrainConfig(model="gat", skip=False, residual=True))
-    assert found["skip"] == "--no-skip has no effect with --residual\n\nhint: omit --residual"
 
 
 def test_a_file_may_have_options_for_other_choices(graph, tmp_path, capsys):
