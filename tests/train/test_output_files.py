@@ -112,7 +112,7 @@ def test_a_run_folder_that_is_moved_ends_the_run_and_is_resumed(config, tmp_path
     after_epoch[2] = lambda: run.rename(moved)
     with pytest.raises(ValueError, match=r"run was moved or removed .*\n\nhint: .*--resume FOLDER"):
         train(config, run)
-    assert train(replace(config, epochs=3, resume=moved), moved)["epochs"] == 3
+    assert train(replace(config, resume=moved), moved)["epochs"] == 6
 
 
 @pytest.mark.usefixtures("draws_curves")
