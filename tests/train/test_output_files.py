@@ -103,7 +103,7 @@ def test_states_of_workers_are_written_once_the_disk_has_space_again(config, tmp
     assert saved(run)["epoch"] == 4
     for path in (run / "workers").iterdir():
         path.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"/workers/.* is damaged: it is empty"):
+    with pytest.raises(ValueError, match=r"/workers/\d+-0\.pt is damaged"):
         train(replace(config, resume=run, epochs=5), run)
 
 
@@ -112,6 +112,7 @@ def test_a_run_folder_that_is_moved_ends_the_run_and_is_resumed(config, tmp_path
     after_epoch[2] = lambda: run.rename(moved)
     with pytest.raises(ValueError, match=r"run was moved or removed .*\n\nhint: .*--resume FOLDER"):
         train(config, run)
+    after_epoch.clear()
     assert train(replace(config, resume=moved), moved)["epochs"] == 6
 
 
