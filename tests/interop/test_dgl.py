@@ -42,7 +42,8 @@ def fake(tmp_path, monkeypatch):
 
     yield make
     for name in [name for name in sys.modules if name == "dgl" or name.startswith("dgl.")]:
-        monkeypatch.delitem(sys.modules, name)
+        # `monkeypatch` restores the real one, if it was imported
+        del sys.modules[name]
 
 
 PROGRAM = """
