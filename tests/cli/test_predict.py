@@ -235,12 +235,6 @@ def test_scores_that_are_not_defined_are_null_and_reported(tmp_path, capsys):
     words = [run, "--nodes", tmp_path / "ids.npy", "--out", tmp_path / "p.csv"]
     assert line_of(capsys, *words)["columns"] == ["node", "class_0", "class_1"]
     assert pd.read_csv(tmp_path / "p.csv")["node"].tolist() == [5, 3]
-    # a graph without names of columns, of which there are others
-    few = tmp_path / "few"
-    gcnzc.prepare(dest=few, edges=EDGES, features=VALUES[:, :2], labels=labels, splits=parts)
-    assert main(["evaluate", str(run), str(few)]) == 1
-    message = f"{few} has 2 feature columns, but the model was trained on {tmp_path / 'data'} with"
-    assert message in capsys.readouterr().err
 
 
 def test_scratch_folders_change_no_prediction(run, tmp_path, capsys):

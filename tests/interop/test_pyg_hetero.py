@@ -472,14 +472,3 @@ def test_invalid_and_unsupported_arguments_are_rejected_by_name(change, message)
     with pytest.raises((TypeError, ValueError), match=message) as error:
         NeighborLoader(**options)
     assert "tensor(" not in str(error.value)
-
-
-class Own(NeighborLoader):
-    """A user's class."""
-
-
-def test_a_users_class_of_graphs_without_types_names_the_class_for_typed_ones():
-    with pytest.raises(
-        ValueError, match=r"support HeteroData: .*\n\nhint: .* HeteroNeighborLoader"
-    ):
-        Own(make_data(), [2])

@@ -132,9 +132,8 @@ def test_dropout_is_reproducible_and_only_in_training(name):
 def test_parameters_are_reset_by_torchs_random_numbers(name):
     states = []
     for model in (make(name, academic(), norm="batch"), make(name, academic(), norm="batch")):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.uniform_()
+        for parameter in model.parameters():
+            parameter.data.uniform_()
         torch.manual_seed(5)
         model.reset_parameters()
         states.append(model.state_dict())
