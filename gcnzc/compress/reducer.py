@@ -212,11 +212,6 @@ class Reducer(ABC):
         for name, error in self.errors().items():
             error.copy_(errors[name] if name in errors else torch.zeros_like(error))
 
-    @property
-    def state_bytes(self) -> int:
-        """The memory of the state between two means, in bytes."""
-        return sum(error.numel() * error.element_size() for error in self.errors().values())
-
 
 def check_error_values(errors: Mapping[str, Tensor]) -> None:
     """Check that compression errors are tensors by name, with valid numbers.

@@ -3,19 +3,15 @@
 import re
 from collections.abc import Callable
 
-import torch
-
 from gcnzc.compress.blocks import NUMBER_FORMATS, Blocks
 from gcnzc.compress.dense import Dense
 from gcnzc.compress.random_k import RandomBlock, RandomK
 from gcnzc.compress.reducer import Compression
-from gcnzc.compress.sign import Sign
 from gcnzc.compress.threshold import Threshold
 from gcnzc.compress.top_k import TopK
+from gcnzc.compress.two_stage import Sign
+from gcnzc.compress.value_formats import DTYPES
 from gcnzc.system.arguments import check_kind
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
 
 # block sizes other than 256: codes that are powers of two have a wide range, so they are as
 # accurate with fewer scales

@@ -231,9 +231,6 @@ def test_means_resume_bit_for_bit_from_a_checkpoint(name):
     has_state = name in FEEDBACK or name in SPARSE or "random" in name
     has_state &= name != "topk without errors"
     assert torch.equal(found, mean_of(fresh, given)[0]) == (not has_state)
-    assert them[0].state_bytes == sum(
-        error.numel() * error.element_size() for error in them[0].errors().values()
-    )
 
 
 @pytest.mark.parametrize("name", ["sign of 32", "int4 at random", "int4 at random without errors"])
