@@ -52,7 +52,10 @@ LIBRARIES = {
 # an outside thing, and the modules that may open its door
 DOORS = {
     "torch.distributed": {
-        *(f"gcnzc/exchange/{name}.py" for name in ("group", "init", "pending", "process_group")),
+        *(
+            f"gcnzc/exchange/{name}.py"
+            for name in ("group", "init", "process_group", "processes", "store")
+        ),
         "gcnzc/cli/launch.py",
         "gcnzc/optim/fully_shard.py",
     },

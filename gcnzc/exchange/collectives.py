@@ -25,35 +25,40 @@ the message from the data that this rank sent from that memory.
 """
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gcnzc.exchange.gloo_algorithms import binomial, ring_gather, ring_sum
+from gcnzc.exchange.gloo_algorithms import (
+    binomial,
+    ring_gather,
+    ring_sum,
+    send_and_wait,
+    start_receive,
+)
 from gcnzc.exchange.requests import (
     Algorithm,
     Exchange,
     HeaderFields,
     Receive,
-    Scratch,
     Send,
     Start,
     Wait,
+    describe_dtype,
     describe_size,
-    require,
 )
 
 # size of the cache of header descriptions; a training run has few shapes
 DESCRIPTIONS_KEPT = 4096
 
 
-class Collective(Exchange):
+class Collective(Exchange, ABC):
     """A request that all ranks make together.
 
     A subclass has the checks of a collective and its messages. Headers and ledgers use the name of
@@ -70,11 +75,6 @@ class Collective(Exchange):
     """the largest one of started requests: a channel's thread shares the GIL with the training
     thread, so on busy cores its messages cost more time than they save"""
 
-    @property
-    def name(self) -> str:
-        """The name of the request, for the ledger and for headers."""
-        return type(self).__name__
-
     def is_builtin(self, *, is_started: bool = False) -> bool:
         """Whether the process group's own collective executes the request, for its size."""
         return self.num_bytes > (self.small_bytes_started if is_started else self.small_bytes)
@@ -84,17 +84,17 @@ class Collective(Exchange):
         return f"{type(self).__name__} of {self.num_bytes:,} bytes"
 
     @property
-    @abstractmethod
     def num_bytes(self) -> int:
         """The bytes of the values on this rank."""
+        return self.values.nbytes
 
-    @abstractmethod
     def check(self, world_size: int) -> None:
-        """Check the request.
+        """Check the request, before other ranks see it.
 
         Raises:
             ValueError: it is invalid, or does not match the number of ranks.
         """
+        return
 
     @abstractmethod
     def messages(self, rank: int, world_size: int, *, is_builtin: bool) -> Algorithm[Any]:
@@ -131,23 +131,11 @@ class TensorCollective(Collective):
     is_in_place: ClassVar[bool] = False
     """whether the answer is written to the values"""
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the values."""
-        return self.values.nbytes
-
-    @property
-    def is_on_gpu(self) -> bool:
-        """See `Exchange`."""
-        return self.values.is_cuda
-
     def check(self, world_size: int) -> None:
         """Check that the values are contiguous."""
         if not self.values.is_contiguous():
-            raise ValueError(
-                f"{type(self).__name__}: values with strides {tuple(self.values.stride())} are "
-                "not contiguous\n\nhint: copy them with .contiguous()"
-            )
+            strides = tuple(self.values.stride())
+            raise ValueError(f"{self.describe()}: values with strides {strides} are not contiguous")
 
     def describe_header(self) -> HeaderFields:
         """Describe the kind, size and dtype, which must be the same on all ranks."""
@@ -185,7 +173,7 @@ class AllReduce(TensorCollective):
     def check(self, world_size: int) -> None:
         """Check that the values are contiguous, and require no gradient."""
         TensorCollective.check(self, world_size)
-        if getattr(self.values, "requires_grad", False):
+        if self.values.requires_grad:
             raise ValueError(
                 f"{type(self).__name__} of values that require a gradient, which it would change "
                 "in place\n\nhint: give values.detach(), which has the same memory"
@@ -225,18 +213,9 @@ class Mean(AllReduce):
     values: Tensor
     """contiguous, floating-point, of any shape, with the same size and dtype on all ranks"""
 
-    def check(self, world_size: int) -> None:
-        """Check that the values are contiguous and floating-point, and require no gradient."""
-        AllReduce.check(self, world_size)
-        if not self.values.dtype.is_floating_point:
-            raise ValueError(
-                f"Mean of {self.values.dtype}\n\nhint: use a floating-point dtype, or Sum"
-            )
-
     def finish(self, world_size: int) -> Tensor:
         """Divide the sum by the number of ranks, and return it."""
-        self.values.div_(world_size)
-        return self.values
+        return self.values.div_(world_size)
 
 
 def doubling_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
@@ -250,12 +229,12 @@ def doubling_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor
         return values
     pair = None
     if fold.partner >= 0:
-        scratch = values if fold.is_folded else (yield Scratch(values))
+        scratch = values if fold.is_folded else torch.empty_like(values)
         pair = yield Start(Receive(scratch, fold.partner))
     # requests are made here and not by functions, since small sums spend their time with them
     receives = []
     for peer in fold.peers:
-        receives.append((yield Start(Receive((yield Scratch(values)), peer))))
+        receives.append((yield Start(Receive(torch.empty_like(values), peer))))
     if fold.is_folded:
         yield Send(values, fold.partner)
         yield Wait(pair)
@@ -329,35 +308,21 @@ class AllGatherScalar(Collective):
     """sent as int64 or float64; of the same type on all ranks"""
 
     is_on_gpu = False
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of an int64 or float64."""
-        return 8
-
-    def check(self, world_size: int) -> None:
-        """Check that the value is a number that int64 or float64 can represent."""
-        value = self.value
-        is_valid = isinstance(value, Real)
-        if isinstance(value, Integral):
-            is_valid = -(1 << 63) <= int(value) < 1 << 63
-        if not is_valid:
-            raise ValueError(
-                f"AllGatherScalar of {type(value).__name__} {value!r}\n\n"
-                "hint: give a float, or an integer of 64 bits"
-            )
+    num_bytes = 8
 
     def describe_header(self) -> HeaderFields:
         """Describe the dtype, which must be the same on all ranks."""
-        dtype = "float64" if isinstance(self.value, float) else "int64"
-        return f"AllGatherScalar of {dtype}", {}, {}
+        return f"AllGatherScalar of {describe_dtype(self._dtype)}", {}, {}
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.int64 if isinstance(self.value, Integral) else torch.float64
 
     def messages(
         self, rank: int, world_size: int, *, is_builtin: bool
     ) -> Algorithm[tuple[int | float, ...]]:
         """Gather the numbers of all ranks by point-to-point messages."""
-        dtype = torch.float64 if isinstance(self.value, float) else torch.int64
-        number = torch.tensor([self.value], dtype=dtype)
+        number = torch.tensor([self.value], dtype=self._dtype)
         rows = yield from doubling_gather(number, rank, world_size)
         return tuple(rows[:, 0].tolist())
 
@@ -401,11 +366,8 @@ class Broadcast(TensorCollective):
 
     def check(self, world_size: int) -> None:
         """Check that the root is one of the ranks; the values may have any strides."""
-        require(
-            isinstance(self.root, Integral) and 0 <= self.root < world_size,
-            f"Broadcast from rank {self.root!r} of {world_size}",
-            f"ranks are integers from 0 to {world_size - 1}",
-        )
+        if self.root not in range(world_size):
+            raise ValueError(f"Broadcast from rank {self.root!r} of {world_size}")
 
     def describe_header(self) -> HeaderFields:
         """Describe the size, dtype and root, which must be the same on all ranks."""
@@ -461,31 +423,18 @@ class AllToAll(Collective):
     def check(self, world_size: int) -> None:
         """Check that there is a one-dimensional tensor for each rank, and that all have one dtype.
 
-        Args:
-            world_size: W.
-
         Raises:
             ValueError: a part is not one-dimensional, dtypes differ, or there are not W parts or
                 counts.
         """
-        counts, shapes = self.counts, [tuple(part.shape) for part in self.parts]
-        if len(shapes) != world_size or (counts is not None and len(counts) != world_size):
-            lengths = f"{len(shapes)} parts"
-            if counts is not None:
-                lengths += f" and {len(counts)} counts"
-            raise ValueError(
-                f"AllToAll: {lengths} for {world_size} ranks\n\n"
-                "hint: give one part, which may be empty, and one count per rank"
-            )
-        if any(len(shape) != 1 for shape in shapes):
-            raise ValueError(
-                f"AllToAll: parts have the shapes {shapes}\n\n"
-                "hint: give one-dimensional parts, such as part.reshape(-1)"
-            )
-        if len({part.dtype for part in self.parts}) > 1:
-            raise ValueError(
-                "AllToAll: parts of several dtypes\n\nhint: send bytes with .view(torch.uint8)"
-            )
+        counts, parts = self.counts, self.parts
+        if len(parts) != world_size or (counts is not None and len(counts) != world_size):
+            with_counts = "" if counts is None else f" and {len(counts)} counts"
+            raise ValueError(f"AllToAll: {len(parts)} parts{with_counts} for {world_size} ranks")
+        kinds = {(len(part.shape), part.dtype) for part in parts}
+        if kinds != {(1, parts[0].dtype)}:
+            shapes = [tuple(part.shape) for part in parts]
+            raise ValueError(f"AllToAll: parts of several dtypes, or of the shapes {shapes}")
 
     def describe_header(self) -> HeaderFields:
         """Describe the dtype, and the sizes sent to each peer and expected from it."""
@@ -531,11 +480,8 @@ class ReduceScatter(TensorCollective):
     def check(self, world_size: int) -> None:
         """Check that the values are contiguous, and that all shares have the same size."""
         TensorCollective.check(self, world_size)
-        require(
-            self.values.numel() % world_size == 0,
-            f"ReduceScatter: {self.values.numel()} elements for {world_size} ranks",
-            "pad the values to a multiple of the number of ranks",
-        )
+        if (count := self.values.numel()) % world_size:
+            raise ValueError(f"ReduceScatter: {count} elements for {world_size} ranks")
 
     def messages(self, rank: int, world_size: int, *, is_builtin: bool) -> Algorithm[Tensor]:
         """Exchange the shares by direct messages, and add those of this rank, by rank."""
@@ -556,11 +502,12 @@ class ReduceScatter(TensorCollective):
 def _describe_parts(
     dtype: torch.dtype, lengths: tuple[int, ...], counts: tuple[int, ...] | None
 ) -> HeaderFields:
-    name = str(dtype).removeprefix("torch.")
-    words = f"AllToAll of {name}, counts {'not given' if counts is None else 'given'}"
-    sent = {rank: f"{length} {name}" for rank, length in enumerate(lengths)}
-    expected = {rank: f"{count} {name}" for rank, count in enumerate(counts or ())}
-    return words, sent, expected
+    sent, expected = (
+        {str(rank): describe_size(count, dtype) for rank, count in enumerate(each or ())}
+        for each in (lengths, counts)
+    )
+    are_given = "not given" if counts is None else "given"
+    return f"AllToAll of {describe_dtype(dtype)}, counts {are_given}", sent, expected
 
 
 def direct_exchange(
@@ -611,13 +558,13 @@ class SendReceive(TensorCollective):
     def check(self, world_size: int) -> None:
         """Check that the values are contiguous, and that the peer is one of the ranks."""
         TensorCollective.check(self, world_size)
-        what = f"SendReceive with rank {self.peer} of {world_size}"
-        require(0 <= self.peer < world_size, what, "ranks start at 0")
+        if self.peer not in range(world_size):
+            raise ValueError(f"SendReceive with rank {self.peer} of {world_size}")
 
     def describe_header(self) -> HeaderFields:
         """Describe the peer, size and dtype; pairs of ranks may differ in size and dtype."""
         size = describe_size(self.values.numel(), self.values.dtype)
-        return "SendReceive", {self.peer: size}, {self.peer: size}
+        return "SendReceive", {str(self.peer): size}, {str(self.peer): size}
 
     def messages(self, rank: int, world_size: int, *, is_builtin: bool) -> Algorithm[Tensor]:
         """Send the values to the peer, and return those that it sends to this rank."""
@@ -649,19 +596,6 @@ def from_bytes(flat: Tensor, like: Tensor, *shape: int) -> Tensor:
     return flat.view(-1).view(like.dtype).view(shape or like.shape)
 
 
-def start_receive(values: Tensor, source: int) -> Algorithm[Any]:
-    """Start to receive `values`, and return the handle; None for empty ones, which are not sent."""
-    return (yield Start(Receive(values, source))) if values.numel() else None
-
-
-def send_and_wait(values: Tensor, peer: int, receive: Any) -> Algorithm[None]:
-    """Send `values`, unless they are empty, and wait for both the send and a receive, if any."""
-    pending = (yield Start(Send(values, peer))) if values.numel() else None
-    for each in (receive, pending):
-        if each is not None:
-            yield Wait(each)
-
-
 def among(ranks: Sequence[int], rank: int, request: Collective) -> Algorithm[Any]:
     """Execute a collective among some ranks by messages between them, and return its answer.
 
@@ -688,10 +622,3 @@ def among(ranks: Sequence[int], rank: int, request: Collective) -> Algorithm[Any
         if isinstance(message, Send | Receive):
             message.peer = ranks[message.peer]
         answer = yield step
-
-
-COLLECTIVES: dict[str, type[Collective]] = {
-    each.__name__: each
-    for each in (Sum, Mean, AllGather, Broadcast, ReduceScatter, AllToAll, SendReceive)
-}
-"""the collectives of tensors, by name"""

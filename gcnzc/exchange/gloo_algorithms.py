@@ -6,9 +6,10 @@ some ranks; `gcnzc.exchange.collectives` has their times.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from gcnzc.exchange.requests import Algorithm, Receive, Scratch, Send, Start, Wait
+from gcnzc.exchange.requests import Algorithm, Receive, Send, Start, Wait
 
 # turns of a ring whose receives are posted ahead
 LOOK_AHEAD = 16
@@ -21,42 +22,27 @@ def ring_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
     # part `turn` is sent in this turn, and part `turn + 1` is received
     shares = [parts[(rank - turn) % world_size] for turn in range(world_size)]
     turns = 2 * (world_size - 1)
-    scratch = []
-    for _ in range(min(LOOK_AHEAD, world_size - 1)):
-        # the first part is the largest
-        scratch.append((yield Scratch(parts[0])))
-    # all parts have elements, and often the same number
-    is_full = len(values) >= world_size
-    is_even = is_full and len(values) % world_size == 0
+    # the first part is the largest
+    scratch = [torch.empty_like(parts[0]) for _ in range(min(LOOK_AHEAD, world_size - 1))]
 
-    def target(turn: int) -> Tensor:
+    def post(turn: int) -> Algorithm[tuple[Tensor, Any]]:
         if turn < world_size - 1:
-            buffer = scratch[turn % LOOK_AHEAD]
-            return buffer if is_even else buffer[: len(shares[turn + 1])]
-        # the whole sum of a share
-        return shares[turn - world_size + 1]
+            into = scratch[turn % LOOK_AHEAD][: len(shares[turn + 1])]
+        else:
+            # the whole sum of a share
+            into = shares[turn - world_size + 1]
+        return into, (yield from start_receive(into, before))
 
     receives: list[tuple[Tensor, Any]] = []
-    # requests are made here and not by functions, since a simulation spends its time with them
     for turn in range(min(LOOK_AHEAD, turns)):
-        into = target(turn)
-        is_sent = is_full or into.numel()
-        receives.append((into, (yield Start(Receive(into, before))) if is_sent else None))
+        receives.append((yield from post(turn)))
     for turn in range(turns):
-        sent = shares[turn % world_size]
-        send = (yield Start(Send(sent, after))) if is_full or sent.numel() else None
         into, receive = receives[turn % LOOK_AHEAD]
-        if receive is not None:
-            yield Wait(receive)
-        if send is not None:
-            yield Wait(send)
+        yield from send_and_wait(shares[turn % world_size], after, receive)
         if turn < world_size - 1:
             shares[turn + 1] += into
         if turn + LOOK_AHEAD < turns:
-            into = target(turn + LOOK_AHEAD)
-            is_sent = is_full or into.numel()
-            receive = (yield Start(Receive(into, before))) if is_sent else None
-            receives[turn % LOOK_AHEAD] = into, receive
+            receives[turn % LOOK_AHEAD] = yield from post(turn + LOOK_AHEAD)
     return values
 
 
@@ -64,16 +50,12 @@ def ring_gather(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]
     """All-gather (n,) to (W, n) around a ring, one row per round."""
     rows = values.new_empty(world_size, len(values))
     rows[rank] = values
-    if not values.numel():
-        return rows
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
     receives = []
     for turn in range(1, world_size):
-        receives.append((yield Start(Receive(rows[(rank - turn) % world_size], before))))
+        receives.append((yield from start_receive(rows[(rank - turn) % world_size], before)))
     for turn, receive in enumerate(receives):
-        send = yield Start(Send(rows[(rank - turn) % world_size], after))
-        yield Wait(receive)
-        yield Wait(send)
+        yield from send_and_wait(rows[(rank - turn) % world_size], after, receive)
     return rows
 
 
@@ -91,3 +73,16 @@ def binomial(values: Tensor, root: int, rank: int, world_size: int) -> Algorithm
             yield Send(values, (rank + step) % world_size)
         step //= 2
     return values
+
+
+def start_receive(values: Tensor, source: int) -> Algorithm[Any]:
+    """Start to receive `values`, and return the handle; None for empty ones, which are not sent."""
+    return (yield Start(Receive(values, source))) if values.numel() else None
+
+
+def send_and_wait(values: Tensor, peer: int, receive: Any) -> Algorithm[None]:
+    """Send `values`, unless they are empty, and wait for both the send and a receive, if any."""
+    pending = (yield Start(Send(values, peer))) if values.numel() else None
+    for each in (receive, pending):
+        if each is not None:
+            yield Wait(each)

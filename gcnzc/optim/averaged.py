@@ -23,8 +23,7 @@ from gcnzc.compress import Compression, Dense, Reducer, WorkerInfo
 from gcnzc.compress.reducer import check_error_values, describe_non_finite
 from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Group, Mean
-from gcnzc.exchange.layout import group_by_dtype
-from gcnzc.exchange.sync import check_same
+from gcnzc.exchange.sync import check_same, group_by_dtype
 from gcnzc.kernels.finite import can_be_squared, mark_large
 from gcnzc.optim.finite_gradients import count_bad_elements, have_finite_gradients
 from gcnzc.optim.flat import FlatParameters, to_device

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm, Group
-from gcnzc.exchange.layout import hash_lines
+from gcnzc.exchange.engine import hash_lines
 from gcnzc.exchange.sync import all_gather_text
 
 # these choose an implementation for the rank's device and do not change the method

@@ -25,8 +25,13 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Reducer, WorkerInfo
 from gcnzc.exchange import Algorithm, Caller, Group, RequestMismatch, WorkerLost, current_group, run
-from gcnzc.exchange.layout import describe_layout
-from gcnzc.exchange.sync import broadcast, check_same, dense_buffers, synchronize_buffers
+from gcnzc.exchange.sync import (
+    broadcast,
+    check_same,
+    dense_buffers,
+    describe_layout,
+    synchronize_buffers,
+)
 from gcnzc.optim.checksums import Checksums
 from gcnzc.optim.ddp import check_no_average, find_ddp
 from gcnzc.optim.defaults import LATE_SHARE, LATE_STEPS

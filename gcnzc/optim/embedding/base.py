@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from gcnzc.compress.reducer import describe_non_finite
 from gcnzc.exchange import Algorithm, Caller, Group, current_group, run
-from gcnzc.exchange.layout import hash_lines
+from gcnzc.exchange.engine import hash_lines
 from gcnzc.exchange.sync import check_same
 from gcnzc.optim.embedding.row_exchange import RowGradients, exchange_counts, mean_of_rows
 from gcnzc.optim.group_options import option_lines
