@@ -336,11 +336,12 @@ def assert_equal(mine, other):
 
 
 def test_features_read_in_place_are_those_gathered_on_the_host(data):
+    data[LIKES].x = torch.randn(120, 3)
     options = {"batch_size": 9, "seed": 3}
     loader = NeighborLoader(data, [3, 2], "item", **options)
     found = loader._found
-    # as if a GPU read them
-    for key in (("user", "x"), ("item", "x")):
+    # as if a GPU read them; one of each type is prefetched
+    for key in (("user", "x"), ("item", "image"), (LIKES, "x"), ("item", "x")):
         found.read_in_place[key] = found.columns.pop(key)
     for mine, other in zip(loader, NeighborLoader(data, [3, 2], "item", **options), strict=True):
         assert_equal(mine, other)
