@@ -4,7 +4,7 @@ from math import gcd
 
 import pytest
 
-from gcnzc.kernels.gather.lanes import LINE_BYTES, VECTOR_BYTES, WARP_LANES, Lanes, assign_lanes
+from gcnzc.kernels.gather.lanes import LINE_BYTES, VECTOR_BYTES, Lanes, assign_lanes
 
 WIDTHS = range(1, 301)
 # whole vectors of 16 bytes, and a little more or less
@@ -56,35 +56,6 @@ def up(address: int, size: int) -> int:
     return address + -address % size
 
 
-@EACH_WIDTHS
-@pytest.mark.parametrize("layout", ["scalar", "vector", "wrapped"])
-@pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
-def test_every_byte_is_loaded_once(layout, item_bytes, widths):
-    rows = [(width, item_bytes) for width in widths if width % item_bytes == 0]
-    # each width with one table of each kind, and with other offsets than its neighbours
-    for number, (row_bytes, _) in enumerate(rows):
-        kinds = list(tables(row_bytes, item_bytes))
-        for stride_bytes, base in kinds[:3] + kinds[3 + number % (len(kinds) - 3) :][:2]:
-            lanes = assign_lanes(layout, row_bytes, stride_bytes, base, item_bytes)
-            check_every_byte(lanes, starts(stride_bytes, base)[:: 1 + 6 * (item_bytes < 4)])
-
-
-@pytest.mark.parametrize("layout", ["scalar", "vector", "wrapped"])
-def test_every_byte_of_real_rows_is_loaded_once(layout):
-    for row_bytes, item_bytes in REAL:
-        for stride_bytes, base in list(tables(row_bytes, item_bytes))[:4]:
-            lanes = assign_lanes(layout, row_bytes, stride_bytes, base, item_bytes)
-            check_every_byte(lanes, starts(stride_bytes, base)[:4])
-
-
-def check_every_byte(lanes: Lanes, addresses: list[int]) -> None:
-    for address in addresses:
-        found = sorted(at for _, at in loads(lanes, address))
-        assert found == list(range(address, address + lanes.row_bytes, lanes.vector_bytes))
-        # aligned, as a load of this width must be
-        assert address % lanes.vector_bytes == 0
-
-
 @pytest.mark.parametrize(
     "rows",
     [
@@ -114,25 +85,6 @@ def check_whole_vectors(lanes: Lanes, address: int) -> None:
     # no load of a warp asks for a line that another one asks for
     asked = {(part, at // LINE_BYTES) for part, at in found}
     assert len(asked) == up(end, LINE_BYTES) // LINE_BYTES - address // LINE_BYTES
-
-
-@EACH_WIDTHS
-@pytest.mark.parametrize("layout", ["scalar", "vector", "wrapped", "shifted", "pitched"])
-def test_lanes_of_a_row_are_adjacent_in_one_warp(layout, widths):
-    # the longest rows have nothing new
-    for row_bytes, item_bytes in [(width, 1) for width in widths] + REAL[:12]:
-        stride_bytes = row_bytes if layout != "pitched" else up(row_bytes, LINE_BYTES)
-        lanes = assign_lanes(layout, row_bytes, stride_bytes, 0, item_bytes)
-        assert WARP_LANES % lanes.lanes == 0
-        # enough of them, and no pass that none needs
-        most = [max(p for p, _ in loads(lanes, start)) for start in starts(stride_bytes, 0)]
-        assert max(most) == lanes.passes - 1
-        if lanes.lanes < WARP_LANES:
-            assert lanes.passes == 1
-        vectors = max(lanes.num_vectors(start) for start in starts(stride_bytes, 0))
-        if vectors <= WARP_LANES:
-            # one load, of as few lanes as there may be
-            assert lanes.lanes == 1 << (vectors - 1).bit_length()
 
 
 @pytest.mark.parametrize(
