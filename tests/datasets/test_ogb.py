@@ -1,9 +1,6 @@
 import gzip
-import json
 import pickle
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +14,7 @@ from numpy.typing import NDArray
 from tiny_graph import Tiny, tiny
 
 from gcnzc.datasets import ogb
-from gcnzc.datasets.ogb import OgbGraph, meta_dict
+from gcnzc.datasets.ogb import OgbGraph
 from gcnzc.datasets.rows import Rows, allocate_in_memory, convert_chunks, no_progress, stored_dtype
 
 BOTH_FORMS = pytest.mark.parametrize("binary", [False, True], ids=["csv", "binary"])
@@ -393,77 +390,6 @@ def test_a_split_of_another_form_is_rejected(tmp_path: Path, split: Any, words: 
     graph = with_split_dict(tmp_path, split)
     with pytest.raises(ValueError, match=words):
         graph.split()
-
-
-# against the package
-
-
-THEIRS = """
-import sys, types
-# else the import asks the network for a newer version
-sys.modules["outdated"] = types.ModuleType("outdated")
-sys.modules["outdated"].check_outdated = lambda *_: (False, None)
-import numpy as np
-from pathlib import Path
-from ogb.io import DatasetSaver
-from ogb.nodeproppred import NodePropPredDataset
-import json, os
-
-here = Path(sys.argv[1])
-os.chdir(here)
-# what OGB reads of ours
-for path in sorted(here.glob("ours-*")):
-    told = json.loads((path / "meta_dict.json").read_text())
-    read = NodePropPredDataset("ogbn-ours", meta_dict=told)
-    graph, labels = read[0]
-    arrays = {key: value for key, value in graph.items() if isinstance(value, np.ndarray)}
-    arrays |= {f"split_{part}": ids for part, ids in read.get_idx_split().items()}
-    np.savez(here / f"read-{path.name}.npz", labels=labels, num_nodes=graph["num_nodes"],
-             num_classes=read.num_classes, **arrays)
-"""
-
-OURS = {
-    "csv": tiny(seed=1),
-    "binary": tiny(seed=2),
-    "inverse": tiny(seed=3),
-    "nofeat": tiny(seed=4).but(features=None),
-    "half": tiny(seed=5).but(features=np.arange(200, dtype=np.float16).reshape(40, 5)),
-    "several": tiny(seed=6).but(labels=np.eye(40, 3)),
-}
-
-
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder where the package has read what we wrote."""
-    here = tmp_path_factory.mktemp("ogb")
-    for name, graph in OURS.items():
-        path = graph.write(
-            here / f"ours-{name}",
-            binary=name in ("binary", "half", "several"),
-            add_inverse_edge=name == "inverse",
-        )
-        (path / "meta_dict.json").write_text(json.dumps(meta_dict(path)))
-    subprocess.run([sys.executable, "-c", THEIRS, str(here)], check=True, capture_output=True)
-    return here
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("name", OURS)
-def test_ogb_reads_what_we_write(theirs: Path, name: str) -> None:
-    graph = OURS[name]
-    read = np.load(theirs / f"read-ours-{name}.npz")
-    edges = graph.edge_index
-    if name == "inverse":
-        # OGB puts the reverse of an edge behind it
-        edges = np.stack([edges, edges[::-1]], axis=2).reshape(2, -1)
-    assert (read["edge_index"] == edges).all()
-    assert (read["labels"].reshape(graph.labels.shape) == graph.labels).all()
-    assert read["num_nodes"] == 40
-    assert read["num_classes"] == (2 if name == "several" else 3)
-    assert all((read[f"split_{part}"] == ids).all() for part, ids in graph.split.items())
-    assert ("node_feat" in read) == (graph.features is not None)
-    if graph.features is not None:
-        assert (read["node_feat"] == graph.features).all()
 
 
 def test_features_are_rounded_as_by_ogb(shared_data: Path) -> None:
