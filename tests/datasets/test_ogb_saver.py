@@ -194,7 +194,10 @@ def write_ours(here):
         path = graph.write(here / f"ours-{name}", add_inverse_edge=name == "inverse", **how)
         metas[path] = ogb.meta_dict(path)
     random, path = np.random.default_rng(0), here / "ours-links"
-    edges = {part: random.integers(0, 40, (2, count)) for part, count in zip(PARTS, (60, 7, 9))}
+    edges = {
+        part: random.integers(0, 40, (2, count))
+        for part, count in zip(PARTS, (60, 7, 9), strict=True)
+    }
     negatives = {part: random.integers(0, 40, (2, 30)) for part in PARTS[1:]}
     links = EdgeSplitArrays(edges, negatives, "hits@50", "time")
     features = random.random((40, 3)).astype(np.float32)
