@@ -2,14 +2,12 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pandas as pd
 import pytest
 from graph.test_hetero_ogb import CITES, SIZES, WRITES, build, drawn
+from programs import output_of
 from tiny_graph import tiny
 
 from bench.ogb_folders import write_links
@@ -224,14 +222,7 @@ def written(tmp_path_factory):
         pytest.skip("ogb is not installed")
     here = tmp_path_factory.mktemp("ogb")
     write_ours(here)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", THEIRS, str(here)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"PYTHONWARNINGS": "ignore"},
-    )
-    assert done.returncode == 0, done.stderr
+    output_of("-W", "ignore", "-c", THEIRS, here, PYTHONWARNINGS="ignore")
     return here
 
 

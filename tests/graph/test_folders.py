@@ -1,7 +1,5 @@
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from programs import output_of
 from tiny_graph import Tiny, tiny
 
 from gcnzc.datasets import store
@@ -710,10 +709,8 @@ print(written, prepared, opened, last[0, -1].item())
 
 def memory(folder: Path, megabytes: int, form: str, **chosen: str) -> list[float]:
     """Megabytes that writing, preparing and opening a table took, and its last number."""
-    words = [str(folder), str(megabytes), form, json.dumps(chosen)]
-    command = [sys.executable, "-c", MEMORY, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [float(word) for word in done.stdout.split()]
+    printed = output_of("-c", MEMORY, folder, megabytes, form, json.dumps(chosen))
+    return [float(word) for word in printed.split()]
 
 
 @pytest.mark.processes

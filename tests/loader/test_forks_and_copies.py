@@ -2,14 +2,13 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 import torch
 from limits import HANG_S
+from programs import run_python
 
 from gcnzc.features.cache import cached
 from gcnzc.features.table import FeatureTable
@@ -105,12 +104,7 @@ end.set()
 
 @pytest.mark.processes
 def test_a_forked_child_may_use_a_loader_but_no_iterator_of_its_parent():
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKS],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    run = run_python("-W", "ignore", "-c", FORKS)
     assert run.returncode == 0, run.stderr
     found = dict(line.split(": ", 1) for line in run.stdout.splitlines()[:4])
     assert found["iterator"].startswith("this iterator belongs to process P, whose threads"), run

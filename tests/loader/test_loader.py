@@ -3,8 +3,6 @@
 import gc
 import itertools
 import json
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -13,6 +11,7 @@ import weakref
 import pytest
 import torch
 from limits import HANG_S
+from programs import run_python
 
 from gcnzc.features.pinning import pinned
 from gcnzc.features.table import FeatureTable
@@ -439,9 +438,7 @@ print("left", left)
 )
 def test_ctrl_c_ends_a_loop(wait, model):
     program = INTERRUPTED.replace("WAIT", wait).replace("END", model)
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S, check=True
-    )
+    run = run_python("-c", program)
     assert "interrupted after" in run.stdout
     assert "left []" in run.stdout
     assert run.stderr == ""
@@ -454,9 +451,7 @@ def test_a_process_can_end_with_prefetched_batches():
     program = (
         program[: program.index("try:")] + "batches = iter(loader)\nnext(batches)\nsys.exit(3)"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S
-    )
+    run = run_python("-c", program)
     assert run.returncode == 3
     assert run.stderr == ""
 

@@ -1,15 +1,13 @@
 """Torch's optimizers without the import of torch.compile's tracer."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.limits import HANG_S
+from tests.programs import output_of
 from tests.tiny_graph import tiny
 
 OPTIMIZERS = {
@@ -44,14 +42,6 @@ def trained(name: str) -> Any:
     return [parameter.tolist() for parameter in model.parameters()]
 
 
-def run(text: str, *words: str) -> str:
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", text, *words]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
-
-
 @pytest.mark.processes
 def test_steps_are_equal_bit_for_bit() -> None:
     text = """
@@ -64,7 +54,7 @@ results = {name: trained(name) for name in OPTIMIZERS}
 assert "torch._dynamo" not in sys.modules
 print(json.dumps(results))
 """
-    assert json.loads(run(text)) == {name: trained(name) for name in OPTIMIZERS}
+    assert json.loads(output_of("-c", text)) == {name: trained(name) for name in OPTIMIZERS}
 
 
 @pytest.mark.processes
@@ -77,4 +67,5 @@ print("torch._dynamo" in sys.modules)
 """
     graph = tiny().write(tmp_path / "graph")
     words = ["train", str(graph), "--epochs", "1", "--hidden", "4"]
-    assert run(text, *words, "--out", str(tmp_path / "run")) == "False"
+    printed = output_of("-c", text, *words, "--out", tmp_path / "run")
+    assert printed.splitlines()[-1] == "False"
