@@ -22,11 +22,11 @@ import ctypes
 import sys
 import weakref
 from contextlib import nullcontext
-from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
+from bits import tensors_of
 from cooperative_threads import Deque, Executor, Lock, Schedule, Threading
 from happens_before import Checker, join
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -344,23 +344,6 @@ def gather_cached(rows, ids, cached, out=None, *, scales=None, scale_columns=Non
     device = Schedule.active.device
     device.read(cached.slots, cached.memory)
     return table.gather(rows, ids, out, scales=scales, scale_columns=scale_columns, threads=1)
-
-
-# of minibatches, what is not on the device
-ON_HOST = ("graph", "items", "metadata", "times", "spans", "stages")
-
-
-def tensors_of(value):
-    """Return all tensors of a minibatch, or of another dataclass, dict or tuple, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        parts = value.values()
-    elif is_dataclass(value):
-        parts = [getattr(value, each.name) for each in fields(value) if each.name not in ON_HOST]
-    else:
-        parts = value if isinstance(value, (list, tuple)) else ()
-    return [tensor for part in parts for tensor in tensors_of(part)]
 
 
 def replacements():

@@ -15,7 +15,8 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from checked_device import Device, Failed, replacements, tensors_of
+from bits import tensors_of
+from checked_device import Device, Failed, replacements
 from cooperative_threads import Channel, Schedule, replaced
 
 from gcnzc.features.cache import cached

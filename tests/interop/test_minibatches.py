@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from checked_device import tensors_of
+from bits import tensors_of
 from transfer_programs import checked, replaced_threads
 
 from gcnzc import FeatureTable

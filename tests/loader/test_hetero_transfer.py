@@ -8,7 +8,8 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from checked_device import Device, tensors_of
+from bits import same_tensors, tensors_of
+from checked_device import Device
 from transfer_programs import TYPED, checked, replaced_threads, send_through, typed_loader
 
 from gcnzc import FeatureTable, pinned
@@ -30,9 +31,7 @@ def assert_same(mine, wanted):
     for batch, want in zip(mine, wanted, strict=True):
         assert (batch.times.keys(), want.times.keys()) == ({"sample_s"}, {"sample_s", "gather_s"})
         assert torch.equal(batch.items, want.items)
-        for found, expected in zip(tensors_of(batch), tensors_of(want), strict=True):
-            assert found.dtype == expected.dtype
-            assert torch.equal(found.cpu(), expected)
+        assert same_tensors(batch, want)
 
 
 def test_each_type_is_gathered_by_one_launch_after_the_copy_of_all_ids(tables):
