@@ -172,39 +172,6 @@ def test_full_neighbourhoods_give_the_outputs_of_the_whole_graph(data):
             torch.testing.assert_close(out[: batch.batch_size], expected, rtol=1e-12, atol=1e-12)
 
 
-def drawn(loader):
-    return [(batch.n_id.tolist(), batch.e_id.tolist()) for batch in loader]
-
-
-@pytest.mark.parametrize("Loader", [NeighborLoader, LinkNeighborLoader])
-def test_a_resumed_loader_yields_the_same_minibatches(data, Loader):
-    def make(threads, seed=3):
-        sampling = {"neg_sampling": "binary"} if Loader is LinkNeighborLoader else {}
-        kwargs = {"batch_size": 64, "shuffle": True, "seed": seed, "threads": threads}
-        return Loader(data, [3, 2], **kwargs, **sampling)
-
-    whole = make(1)
-    first, second = drawn(whole), drawn(whole)
-    assert first != second
-    loader = make(3)
-    iterator = iter(loader)
-    for _ in range(2):
-        next(iterator)
-    state = loader.state_dict()
-    iterator.close()
-    other = make(2)
-    other.load_state_dict(state)
-    assert drawn(other) == first[2:]
-    assert drawn(other) == second
-    other.set_epoch(0)
-    assert drawn(other) == first
-    assert drawn(make(1, seed=4)) != first
-    with pytest.raises(ValueError, match="seed 3, not 4"):
-        make(1, seed=4).load_state_dict(state)
-    with pytest.raises(ValueError, match="other nodes or edges, or of none"):
-        make(1).load_state_dict({})
-
-
 def test_negatives_are_sampled_by_weight(data):
     only = torch.zeros(NODES)
     only[[5, 6]] = 1

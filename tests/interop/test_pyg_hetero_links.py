@@ -2,7 +2,6 @@
 
 import copy
 import importlib.util
-import pickle
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch
 if importlib.util.find_spec("torch_geometric") is None:
     pytest.skip("PyG is not installed", allow_module_level=True)
 
-from gcnzc.interop.pyg import HeteroLinkNeighborLoader, LinkNeighborLoader, importing
+from gcnzc.interop.pyg import LinkNeighborLoader, importing
 
 pyg = importing.import_pyg()
 from pyg_recorded import Recorded, assert_equal  # noqa: E402
@@ -80,50 +79,6 @@ def test_fields_equal_those_of_pyg_for_the_same_samples(data, edge_type, neg_sam
     for batch, other in zip(mine, link_loader.LinkLoader(data, sampler, **options), strict=True):
         assert batch.metadata() == other.metadata()
         assert_equal(batch, other)
-
-
-def test_weighted_negatives_are_not_later_than_their_edge(data):
-    weight, times = torch.arange(ITEMS) % 2.0, torch.arange(EDGES) % LATEST
-    data["item"].born[1] = 0
-    sampling = NegativeSampling("triplet", 3, dst_weight=weight)
-    options = {"time_attr": "born", "edge_label_time": times, "neg_sampling": sampling}
-    for batch in LinkNeighborLoader(data, [2], BUYS, batch_size=50, **options):
-        found = batch["item"].n_id[batch["item"].dst_neg_index]
-        assert bool((weight[found] > 0).all())
-        assert bool((data["item"].born[found] <= times[batch[BUYS].input_id, None]).all())
-
-
-def fields(batch):
-    names = ("n_id", "e_id", "edge_index", "x", "batch", "edge_label_index", "edge_label")
-    return {
-        (store._key, name): store[name].tolist()
-        for store in (*batch.node_stores, *batch.edge_stores)
-        for name in names
-        if name in store
-    }
-
-
-@pytest.mark.parametrize("sampling", [{}, {"time_attr": "born"}])
-def test_a_resumed_loader_yields_the_same_minibatches_with_any_threads(data, sampling):
-    if sampling:
-        sampling["edge_label_time"] = torch.arange(EDGES) % LATEST
-
-    def make(threads):
-        options = {"batch_size": 30, "shuffle": True, "seed": 2, "neg_sampling": "binary"}
-        return LinkNeighborLoader(data, [3, 2], BUYS, threads=threads, **options, **sampling)
-
-    first = list(map(fields, make(1)))
-    assert all(list(map(fields, make(threads))) == first for threads in (2, 4))
-    loader = make(2)
-    iterator = iter(loader)
-    for _ in range(2):
-        next(iterator)
-    other = make(4)
-    other.load_state_dict(loader.state_dict())
-    copied = pickle.loads(pickle.dumps(loader))
-    assert type(copied) is HeteroLinkNeighborLoader
-    for each in (iterator, other, copied):
-        assert list(map(fields, each)) == first[2:]
 
 
 def test_edges_may_be_given_by_type(data):
