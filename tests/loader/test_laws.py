@@ -3,15 +3,14 @@
 import copy
 import json
 import pickle
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 
 import pytest
 import torch
 from bits import same_tensors
-from limits import HANG_S
 from transfer_programs import NUM_NODES as NUM_USERS
 from transfer_programs import typed_loader
 
@@ -140,23 +139,16 @@ def test_a_copy_continues_at_the_position_of_the_loader(make, copied):
 def test_each_batch_goes_to_one_of_the_threads_that_share_an_iterator(graph):
     loader = of_nodes(graph, batch_size=10)
     expected = sorted(tuple(batch.seeds.tolist()) for batch in of_nodes(graph, batch_size=10))
-    iterator, taken, errors = iter(loader), [], []
+    iterator, taken = iter(loader), []
 
-    def take():
-        try:
-            for batch in iterator:
-                assert torch.equal(batch.y, batch.seeds)
-                taken.append(tuple(batch.seeds.tolist()))
-                # longer than a batch takes, so that threads meet at the end of the epoch
-                time.sleep(0.002)
-        except BaseException as error:
-            errors.append(error)
+    def take(_):
+        for batch in iterator:
+            assert torch.equal(batch.y, batch.seeds)
+            taken.append(tuple(batch.seeds.tolist()))
+            # longer than a batch takes, so that threads meet at the end of the epoch
+            time.sleep(0.002)
 
-    threads = [threading.Thread(target=take) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_S)
-    assert errors == []
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(take, range(8)))
     assert sorted(taken) == expected
     assert loader.epoch == 1
