@@ -2,16 +2,13 @@ import gzip
 import pickle
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from numpy.typing import NDArray
-from tiny_graph import Tiny, tiny
+from tiny_graph import tiny
 
 from gcnzc.datasets import ogb
 from gcnzc.datasets.ogb import OgbGraph
@@ -20,22 +17,22 @@ from gcnzc.datasets.rows import Rows, allocate_in_memory, convert_chunks, no_pro
 BOTH_FORMS = pytest.mark.parametrize("binary", [False, True], ids=["csv", "binary"])
 
 
-def features_of(graph: OgbGraph, allow_nan: bool = False) -> NDArray[Any]:
+def features_of(graph, allow_nan=False):
     dtype = stored_dtype(graph.features, None)
     chunks = convert_chunks(graph.features, dtype, allow_nan, allocate_in_memory, no_progress)
     return np.concatenate([chunk.copy() for chunk in chunks])
 
 
-def edges_of(graph: OgbGraph) -> NDArray[Any]:
+def edges_of(graph):
     return np.stack(graph.edges(allocate_in_memory, no_progress))
 
 
-def usual_of(graph: OgbGraph) -> tuple[bool, str]:
+def usual_of(graph):
     defaults = graph.edge_defaults()
     return defaults.bidirected, defaults.duplicates
 
 
-def assert_same(found: OgbGraph, graph: Tiny) -> None:
+def assert_same(found, graph):
     assert (edges_of(found) == graph.edge_index).all()
     assert (found.labels().reshape(-1) == graph.labels).all()
     assert all((found.split()[part] == ids).all() for part, ids in graph.split.items())
@@ -48,13 +45,13 @@ def assert_same(found: OgbGraph, graph: Tiny) -> None:
 
 @BOTH_FORMS
 @pytest.mark.parametrize("columns", [0, 1, 5, 3000])
-def test_written_datasets_are_read_back(tmp_path: Path, binary: bool, columns: int) -> None:
+def test_written_datasets_are_read_back(tmp_path, binary, columns):
     graph = tiny(num_columns=columns) if columns else tiny().but(features=None)
     assert_same(OgbGraph(graph.write(tmp_path / "a", binary=binary)), graph)
 
 
 @BOTH_FORMS
-def test_metadata_is_stored_in_task_json(tmp_path: Path, binary: bool) -> None:
+def test_metadata_is_stored_in_task_json(tmp_path, binary):
     (tmp_path / "given").mkdir()
     (tmp_path / "given" / "README.md").write_text("Users.\n")
     path = tiny().write(
@@ -79,14 +76,14 @@ def test_metadata_is_stored_in_task_json(tmp_path: Path, binary: bool) -> None:
     assert (found.mapping / "README.md").read_text() == "Users.\n"
 
 
-def in_chunks(table: NDArray[Any], rows: int) -> Rows:
-    def chunks(allocate: object) -> Iterator[NDArray[Any]]:
+def in_chunks(table, rows):
+    def chunks(allocate):
         yield from (table[begin : begin + rows] for begin in range(0, len(table), rows))
 
     return Rows(40, table.shape[1], table.dtype, chunks, "generated")
 
 
-def test_too_few_rows_are_an_error_and_leave_nothing(tmp_path: Path) -> None:
+def test_too_few_rows_are_an_error_and_leave_nothing(tmp_path):
     graph = tiny()
     with pytest.raises(ValueError, match=r"39 rows of features for 40 nodes\n\nhint: "):
         graph.but(features=in_chunks(graph.features[:39], 7)).write(tmp_path / "a")
@@ -96,7 +93,7 @@ def test_too_few_rows_are_an_error_and_leave_nothing(tmp_path: Path) -> None:
 
 
 @BOTH_FORMS
-def test_labels_of_every_dtype_and_shape_are_read(tmp_path: Path, binary: bool) -> None:
+def test_labels_of_every_dtype_and_shape_are_read(tmp_path, binary):
     graph = tiny()
     missing = graph.labels.astype(np.float32)
     missing[5] = np.nan
@@ -108,7 +105,7 @@ def test_labels_of_every_dtype_and_shape_are_read(tmp_path: Path, binary: bool) 
         assert np.array_equal(found.labels().astype(np.float64), columns, equal_nan=True)
 
 
-def test_an_empty_line_is_a_missing_label(tmp_path: Path) -> None:
+def test_an_empty_line_is_a_missing_label(tmp_path):
     found = OgbGraph(tiny(4).write(tmp_path / "a", binary=False))
     rewrite(tmp_path / "a/raw/node-label.csv.gz", lambda text: b'1\n\n0\n""\n')
     assert np.array_equal(found.labels()[:, 0], [1, np.nan, 0, np.nan], equal_nan=True)
@@ -117,7 +114,7 @@ def test_an_empty_line_is_a_missing_label(tmp_path: Path) -> None:
 # what is known of a set
 
 
-def test_real_ogb_datasets_are_read(shared_data: Path) -> None:
+def test_real_ogb_datasets_are_read(shared_data):
     cora = OgbGraph(shared_data / "ogb/cora")
     assert (cora.num_nodes, cora.num_edges, cora.num_classes) == (2708, 10556, 7)
     assert cora.split_name == "planetoid"
@@ -139,7 +136,7 @@ def test_real_ogb_datasets_are_read(shared_data: Path) -> None:
     assert usual_of(arxiv) == (True, "remove")
 
 
-def test_a_name_selects_metadata_of_the_catalogue(tmp_path: Path) -> None:
+def test_a_name_selects_metadata_of_the_catalogue(tmp_path):
     path = tiny().write(tmp_path / "a", split_name="sales_ranking")
     (path / "task.json").unlink()
     assert OgbGraph(path, "ogbn-products").num_classes == 47
@@ -150,7 +147,7 @@ def test_a_name_selects_metadata_of_the_catalogue(tmp_path: Path) -> None:
     assert OgbGraph(path).edge_defaults() is None
 
 
-def test_the_name_is_read_from_the_release_file(shared_data: Path, tmp_path: Path) -> None:
+def test_the_name_is_read_from_the_release_file(shared_data, tmp_path):
     path = tmp_path / "a"
     shutil.copytree(shared_data / "ogb/arxiv_nofeat", path)
     assert OgbGraph(path).edge_defaults() is None
@@ -159,7 +156,7 @@ def test_the_name_is_read_from_the_release_file(shared_data: Path, tmp_path: Pat
     assert usual_of(OgbGraph(path)) == (True, "remove")
 
 
-def test_the_split_is_the_default_the_only_or_the_requested_one(tmp_path: Path) -> None:
+def test_the_split_is_the_default_the_only_or_the_requested_one(tmp_path):
     path = tiny().write(tmp_path / "a", split_name="time")
     (path / "split/time").rename(path / "split/odd")
     assert OgbGraph(path).split_name == "odd"
@@ -191,9 +188,7 @@ def test_the_split_is_the_default_the_only_or_the_requested_one(tmp_path: Path) 
         ("split/time/train.pt", "is a link property dataset"),
     ],
 )
-def test_other_kinds_of_datasets_are_detected_by_their_files(
-    tmp_path: Path, file: str, words: str
-) -> None:
+def test_other_kinds_of_datasets_are_detected_by_their_files(tmp_path, file, words):
     path = tmp_path / "a" / file
     path.parent.mkdir(parents=True)
     path.write_text("")
@@ -202,7 +197,7 @@ def test_other_kinds_of_datasets_are_detected_by_their_files(
         OgbGraph(tmp_path / "a")
 
 
-def test_several_graphs_are_reported_as_a_graph_level_dataset(tmp_path: Path) -> None:
+def test_several_graphs_are_reported_as_a_graph_level_dataset(tmp_path):
     path = tiny().write(tmp_path / "a", binary=False)
     rewrite(path / "raw/num-node-list.csv.gz", lambda text: text + b"7\n")
     with pytest.raises(ValueError, match="contains 2 graphs: it is a graph-level dataset"):
@@ -212,11 +207,11 @@ def test_several_graphs_are_reported_as_a_graph_level_dataset(tmp_path: Path) ->
 # broken files
 
 
-def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
+def rewrite(path, change):
     path.write_bytes(gzip.compress(change(gzip.decompress(path.read_bytes()))))
 
 
-def read_all(path: Path) -> None:
+def read_all(path):
     graph = OgbGraph(path)
     edges_of(graph)
     graph.labels()
@@ -224,8 +219,8 @@ def read_all(path: Path) -> None:
     features_of(graph)
 
 
-def line(number: int, words: bytes) -> Callable[[bytes], bytes]:
-    def change(text: bytes) -> bytes:
+def line(number, words):
+    def change(text):
         lines = text.splitlines(keepends=True)
         return b"".join([*lines[:number], words + b"\n", *lines[number + 1 :]])
 
@@ -236,7 +231,7 @@ FILES = ("raw/edge", "raw/node-feat", "raw/node-label", "raw/num-node-list", "sp
 
 
 @pytest.mark.parametrize("file", [f"{name}.csv.gz" for name in FILES])
-def test_a_damaged_file_is_reported_by_name(tmp_path: Path, file: str) -> None:
+def test_a_damaged_file_is_reported_by_name(tmp_path, file):
     path = tiny(num_nodes=400).write(tmp_path / "a", binary=False)
     whole = (path / file).read_bytes()
     cut = whole[: len(whole) // 2]
@@ -274,16 +269,14 @@ def test_a_damaged_file_is_reported_by_name(tmp_path: Path, file: str) -> None:
         ("split/random/valid", line(0, b"0.5"), "valid.csv.gz has 0.5 in line 1"),
     ],
 )
-def test_wrong_content_is_reported_by_file(
-    tmp_path: Path, file: str, change: Callable[[bytes], bytes], words: str
-) -> None:
+def test_wrong_content_is_reported_by_file(tmp_path, file, change, words):
     path = tiny().write(tmp_path / "a", binary=False)
     rewrite(path / f"{file}.csv.gz", change)
     with pytest.raises(ValueError, match=words + "(.|\n)*\n\nhint: "):
         read_all(path)
 
 
-def test_a_wrong_number_of_edges_is_rejected(tmp_path: Path) -> None:
+def test_a_wrong_number_of_edges_is_rejected(tmp_path):
     path = tiny().write(tmp_path / "a")
     with np.load(path / "raw/data.npz") as archive:
         arrays = dict(archive)
@@ -310,7 +303,7 @@ def test_a_wrong_number_of_edges_is_rejected(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_unsupported_tasks_are_rejected(tmp_path: Path, task: str, words: str) -> None:
+def test_unsupported_tasks_are_rejected(tmp_path, task, words):
     path = tiny().write(tmp_path / "a")
     (path / "task.json").write_text(task)
     with pytest.raises(ValueError, match=words + "(.|\n)*\n\nhint: "):
@@ -320,7 +313,7 @@ def test_unsupported_tasks_are_rejected(tmp_path: Path, task: str, words: str) -
 # split_dict.pt
 
 
-def with_split_dict(tmp_path: Path, split: Any, **how: Any) -> OgbGraph:
+def with_split_dict(tmp_path, split, **how):
     path = tiny().write(tmp_path / "a")
     torch.save(split, path / "split/random/split_dict.pt", **how)
     return OgbGraph(path)
@@ -328,7 +321,7 @@ def with_split_dict(tmp_path: Path, split: Any, **how: Any) -> OgbGraph:
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8])
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_split_of_numpy_arrays_is_read(tmp_path: Path, dtype: Any, zipped: bool) -> None:
+def test_a_split_of_numpy_arrays_is_read(tmp_path, dtype, zipped):
     split = {
         part: np.arange(3, dtype=dtype) + 4 * i for i, part in enumerate(("train", "valid", "test"))
     }
@@ -345,7 +338,7 @@ def test_a_split_of_numpy_arrays_is_read(tmp_path: Path, dtype: Any, zipped: boo
 
 
 @pytest.mark.parametrize("module", ["numpy.core.multiarray", "numpy._core.multiarray"])
-def test_a_split_pickled_by_numpy_1_or_2_is_read(tmp_path: Path, module: str) -> None:
+def test_a_split_pickled_by_numpy_1_or_2_is_read(tmp_path, module):
     split = {part: np.arange(3) for part in ("train", "valid", "test")}
     graph = with_split_dict(tmp_path, split, _use_new_zipfile_serialization=False)
     rebuild = np.arange(3).__reduce__()[0]
@@ -359,7 +352,7 @@ def test_a_split_pickled_by_numpy_1_or_2_is_read(tmp_path: Path, module: str) ->
 
 
 class Harmful:
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return (Path.touch, (Path(tempfile.gettempdir()) / "gcnzc-was-here",))
 
 
@@ -371,7 +364,7 @@ class Harmful:
         {"train": np.array([{}], dtype=object), "valid": np.arange(1), "test": np.arange(1)},
     ],
 )
-def test_other_pickled_objects_are_rejected(tmp_path: Path, split: Any) -> None:
+def test_other_pickled_objects_are_rejected(tmp_path, split):
     graph = with_split_dict(tmp_path, split)
     with pytest.raises(ValueError, match=r"split_dict.pt cannot be read as numbers(.|\n)*hint: "):
         graph.split()
@@ -386,20 +379,20 @@ def test_other_pickled_objects_are_rejected(tmp_path: Path, split: Any) -> None:
         ({part: {"paper": np.arange(3)} for part in ("train", "valid", "test")}, "by node types"),
     ],
 )
-def test_a_split_of_another_form_is_rejected(tmp_path: Path, split: Any, words: str) -> None:
+def test_a_split_of_another_form_is_rejected(tmp_path, split, words):
     graph = with_split_dict(tmp_path, split)
     with pytest.raises(ValueError, match=words):
         graph.split()
 
 
-def test_features_are_rounded_as_by_ogb(shared_data: Path) -> None:
+def test_features_are_rounded_as_by_ogb(shared_data):
     # of csv that neither wrote: OGB's parser, then float32
     path = shared_data / "ogb/tolokers/raw/node-feat.csv.gz"
     expected = pd.read_csv(path, compression="gzip", header=None).values.astype(np.float32)
     assert (features_of(OgbGraph(shared_data / "ogb/tolokers")) == expected).all()
 
 
-def test_meta_dict_of_another_folder_is_ignored(tmp_path: Path) -> None:
+def test_meta_dict_of_another_folder_is_ignored(tmp_path):
     path = tiny().write(tmp_path / "a")
     (path / "task.json").unlink()
     told = {"dir_path": "x/b", "task type": "classification", "eval metric": "rocauc"}

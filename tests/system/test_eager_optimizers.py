@@ -1,8 +1,6 @@
 """Torch's optimizers without the import of torch.compile's tracer."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,14 +15,14 @@ OPTIMIZERS = {
 }
 
 
-def trained(name: str) -> Any:
+def trained(name):
     """Parameters after three steps, the second from a restored state, the last with a closure."""
     torch.manual_seed(0)
     model, x = torch.nn.Linear(3, 2), torch.rand(5, 3)
     kind, options = OPTIMIZERS[name]
     optimizer = kind(model.parameters(), **options)
 
-    def loss() -> torch.Tensor:
+    def loss():
         optimizer.zero_grad()
         result = model(x).square().sum()
         result.backward()
@@ -43,7 +41,7 @@ def trained(name: str) -> Any:
 
 
 @pytest.mark.processes
-def test_steps_are_equal_bit_for_bit() -> None:
+def test_steps_are_equal_bit_for_bit():
     text = """
 import json, sys
 from gcnzc.system.eager_optimizers import skip_compiler_import
@@ -58,7 +56,7 @@ print(json.dumps(results))
 
 
 @pytest.mark.processes
-def test_training_does_not_import_the_tracer(tmp_path: Path) -> None:
+def test_training_does_not_import_the_tracer(tmp_path):
     text = """
 import sys
 from gcnzc.cli import main

@@ -4,7 +4,7 @@ from math import gcd
 
 import pytest
 
-from gcnzc.kernels.gather.lanes import LINE_BYTES, VECTOR_BYTES, Lanes, assign_lanes
+from gcnzc.kernels.gather.lanes import LINE_BYTES, VECTOR_BYTES, assign_lanes
 
 WIDTHS = range(1, 301)
 # whole vectors of 16 bytes, and a little more or less
@@ -22,7 +22,7 @@ REAL += [(1536, 2), (2000, 4), (2048, 2), (2408, 4), (2866, 2), (2980, 4), (3068
 REAL += [(5732, 4), (13610, 2), (14812, 4), (16020, 4), (27220, 4), (33660, 4)]
 
 
-def loads(lanes: Lanes, address: int) -> list[tuple[int, int]]:
+def loads(lanes, address):
     """The pass and the address of everything that is loaded for one row."""
     found = []
     for part in range(lanes.passes):
@@ -33,12 +33,12 @@ def loads(lanes: Lanes, address: int) -> list[tuple[int, int]]:
     return found
 
 
-def starts(stride_bytes: int, base: int) -> list[int]:
+def starts(stride_bytes, base):
     """Addresses of as many rows as there are places in a line for them to begin at."""
     return [base + row * stride_bytes for row in range(LINE_BYTES // gcd(stride_bytes, LINE_BYTES))]
 
 
-def tables(row_bytes: int, item_bytes: int):
+def tables(row_bytes, item_bytes):
     """Strides and bases: side by side, and apart with the first at every offset in a line."""
     yield row_bytes, 0
     yield row_bytes, 5 * item_bytes
@@ -48,11 +48,11 @@ def tables(row_bytes: int, item_bytes: int):
         yield apart, LINE_BYTES + base
 
 
-def down(address: int, size: int) -> int:
+def down(address, size):
     return address - address % size
 
 
-def up(address: int, size: int) -> int:
+def up(address, size):
     return address + -address % size
 
 
@@ -77,7 +77,7 @@ def test_lanes_load_whole_vectors_and_no_line_twice(layout, rows):
                 check_whole_vectors(lanes, address)
 
 
-def check_whole_vectors(lanes: Lanes, address: int) -> None:
+def check_whole_vectors(lanes, address):
     found, end = loads(lanes, address), address + lanes.row_bytes
     # all that hold a byte of the row, each once, and no others
     wanted = range(down(address, VECTOR_BYTES), up(end, VECTOR_BYTES), VECTOR_BYTES)
