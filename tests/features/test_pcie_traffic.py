@@ -8,12 +8,7 @@ from math import gcd
 import pytest
 import torch
 
-from gcnzc.features.pcie_traffic import (
-    Traffic,
-    choose_pitch,
-    table_traffic,
-    traffic,
-)
+from gcnzc.features.pcie_traffic import Traffic, choose_pitch, table_traffic, traffic
 from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.gather.lanes import LAYOUTS, assign_lanes, default_layout
 

@@ -14,10 +14,7 @@ from transfer_programs import checked, replaced_threads
 
 from gcnzc import FeatureTable
 from gcnzc.interop.column import Column
-from gcnzc.interop.options import (
-    ORDERING,
-    WITHOUT_EFFECT,
-)
+from gcnzc.interop.options import ORDERING, WITHOUT_EFFECT
 from gcnzc.loader.transfer import Transfer
 
 CPU = torch.device("cpu")

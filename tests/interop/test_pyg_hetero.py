@@ -12,11 +12,7 @@ from gcnzc import FeatureTable
 if importlib.util.find_spec("torch_geometric") is None:
     pytest.skip("PyG is not installed", allow_module_level=True)
 
-from gcnzc.interop.pyg import (
-    LinkNeighborLoader,
-    NeighborLoader,
-    importing,
-)
+from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader, importing
 
 pyg = importing.import_pyg()
 from pyg_recorded import Recorded, assert_equal  # noqa: E402

@@ -9,10 +9,7 @@ from slow_cases import mark_slow
 
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.models import HGT, RGAT, RGCN, HeteroSAGE
-from gcnzc.models.hetero.export import (
-    export_hetero_model,
-    hetero_export_arguments,
-)
+from gcnzc.models.hetero.export import export_hetero_model, hetero_export_arguments
 from gcnzc.sampling import HeteroSampler, build_full_hetero_blocks, build_hetero_blocks
 
 SIZES = {"a": 20, "b": 13, "c": 7}
