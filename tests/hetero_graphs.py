@@ -55,3 +55,28 @@ def assert_equal(batch, other):
             assert all(torch.equal(mine[key], theirs[key]) for key in mine), name
     assert batch.num_nodes == other.num_nodes
     assert batch.num_edges == other.num_edges
+
+
+def assert_same_graph(found, expected):
+    """Check that two graphs have the same nodes, edges and values."""
+    assert found.metadata() == expected.metadata()
+    for name in expected.node_types:
+        mine, theirs = found.nodes(name), expected.nodes(name)
+        assert mine.num_nodes == theirs.num_nodes
+        assert mine.split.keys() == theirs.split.keys()
+        assert all(torch.equal(mine.split[part], theirs.split[part]) for part in mine.split)
+        assert_same_values(mine, theirs, "features", "labels", "time")
+    for edge_type in expected.edge_types:
+        mine, theirs = found.edges(edge_type), expected.edges(edge_type)
+        assert torch.equal(mine.edge_index(), theirs.edge_index())
+        assert_same_values(mine, theirs, "indptr", "indices", "features", "time", "weight")
+
+
+def assert_same_values(store, other, *names):
+    """Check that nodes or edges have the same values, or none."""
+    for name in names:
+        mine, theirs = getattr(store, name), getattr(other, name)
+        assert (mine is None) == (theirs is None), name
+        if mine is not None:
+            assert mine.dtype == theirs.dtype
+            assert torch.equal(mine.to_dense(), theirs.to_dense()), name

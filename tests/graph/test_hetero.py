@@ -1,18 +1,16 @@
-"""Heterogeneous graphs: from arrays, PyG, DGL and tables, and in prepared folders."""
+"""Heterogeneous graphs: from arrays, PyG and DGL, and in prepared folders."""
 
 import json
 import warnings
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
 import gcnzc
 from gcnzc import FeatureTable
 from gcnzc.graph.hetero import EdgeStore, HeteroGraph, NodeStore, folder
-from gcnzc.graph.hetero.tables import Table
-from tests.hetero_graphs import random_graph
+from tests.hetero_graphs import assert_same_graph, assert_same_values, random_graph
 
 BUYS = ("user", "buys", "item")
 RATED = ("item", "rated_by", "user")
@@ -37,28 +35,6 @@ def shop(**more):
     return HeteroGraph.from_arrays(
         {"user": users, "item": items}, {BUYS: buys, RATED: rated}, **more
     )
-
-
-def assert_same(one, other):
-    assert one.metadata() == other.metadata()
-    for name in one.node_types:
-        a, b = one.nodes(name), other.nodes(name)
-        assert a.num_nodes == b.num_nodes
-        assert a.split.keys() == b.split.keys()
-        assert all(torch.equal(a.split[part], b.split[part]) for part in a.split)
-        for each in ("features", "labels", "time"):
-            compare(getattr(a, each), getattr(b, each))
-    for edge_type in one.edge_types:
-        a, b = one.edges(edge_type), other.edges(edge_type)
-        for each in ("indptr", "indices", "edge_ids", "features", "time", "weight"):
-            compare(getattr(a, each), getattr(b, each))
-
-
-def compare(a, b):
-    assert (a is None) == (b is None)
-    if a is not None:
-        assert a.dtype == b.dtype
-        assert torch.equal(a.to_dense(), b.to_dense())
 
 
 def test_values_of_edges_stay_with_their_edges():
@@ -169,97 +145,6 @@ def test_from_dgl():
         HeteroGraph.from_dgl(torch.ones(2))
 
 
-CUSTOMERS = pd.DataFrame({"id": [10, 30, 20], "age": [1.0, 2.0, 3.0]})
-ORDERS = pd.DataFrame(
-    {
-        "customer": [20, None, 10, 20],
-        "date": pd.to_datetime(
-            ["2020-01-02", "2020-01-01 00:00:00.5", "2019-01-01", "2021-01-01"], format="mixed"
-        ),
-    }
-)
-
-
-def tables(**changes):
-    customer = {"frame": CUSTOMERS, "primary_key": "id", "features": ["age"]}
-    order = {"frame": ORDERS, "foreign_keys": {"customer": "customer"}, "time": "date"}
-    parts = {"customer": customer, "order": order}
-    for name, change in changes.items():
-        parts[name] = parts[name] | change
-    return {name: Table(**own) for name, own in parts.items()}
-
-
-def test_from_tables():
-    graph = HeteroGraph.from_tables(tables())
-    forward, reverse = (
-        ("order", "f2p_customer", "customer"),
-        ("customer", "rev_f2p_customer", "order"),
-    )
-    assert graph.edge_types == [forward, reverse]
-    assert graph.edges(forward).edge_index().tolist() == [[0, 2, 3], [2, 0, 2]]
-    assert graph.edges(reverse).edge_index().tolist() == [[2, 0, 2], [0, 2, 3]]
-    # fractions of a second are rounded up: an order is not visible before its time
-    seconds = [pd.Timestamp(day).timestamp() for day in ("2020-01-02", "2020-01-01", "2019-01-01")]
-    assert graph.nodes("order").time.tolist()[:3] == [seconds[0], seconds[1] + 1, seconds[2]]
-    assert graph.nodes("customer").features.flatten().tolist() == [1, 2, 3]
-    assert HeteroGraph.from_tables(tables(), reverse=False).edge_types == [forward]
-    with pytest.raises(TypeError, match=r"tables is .*, not a dict of tables by name"):
-        HeteroGraph.from_tables([CUSTOMERS, ORDERS])
-
-
-def test_rows_are_nodes_for_keys_of_any_type_and_any_index():
-    customers = CUSTOMERS.assign(id=[f"c{key}" for key in CUSTOMERS["id"]])
-    customers.index = range(100, 100 + len(customers))
-    orders = pd.DataFrame({"who": customers["id"].tolist()[::-1]}, index=[7] * len(customers))
-    graph = HeteroGraph.from_tables(
-        {
-            "customer": Table(customers, "id", features=["age"]),
-            "order": Table(orders, foreign_keys={"who": "customer"}),
-        }
-    )
-    assert graph.nodes("customer").features[:, 0].tolist() == customers["age"].tolist()
-    pairs = graph.edges("f2p_who").edge_index()
-    assert pairs.tolist() == [[0, 1, 2], [2, 1, 0]]
-    index = pd.Index(customers["id"])
-    assert index.get_indexer(orders["who"]).tolist() == pairs[1].tolist()
-
-
-def test_from_tables_of_relbench():
-    class RelTable:
-        def __init__(self, df, pkey_col, fkeys, time_col):
-            self.df, self.pkey_col, self.time_col = df, pkey_col, time_col
-            self.fkey_col_to_pkey_table = fkeys
-
-    theirs = {
-        "customer": RelTable(CUSTOMERS, "id", {}, None),
-        "order": RelTable(ORDERS, None, {"customer": "customer"}, "date"),
-    }
-    assert_same(
-        HeteroGraph.from_tables(theirs), HeteroGraph.from_tables(tables(customer={"features": ()}))
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"customer": {"primary_key": None}}, "'customer', which has no primary key"),
-        ({"order": {"foreign_keys": {"customer": "client"}}}, "refers to the table 'client'"),
-        (
-            {"customer": {"frame": CUSTOMERS.iloc[[0, 0, 2]]}},
-            "'id' of table 'customer' has 10 twice",
-        ),
-        (
-            {"customer": {"frame": CUSTOMERS.iloc[:2]}},
-            "'customer' of table 'order' is 20.* in row 0",
-        ),
-        ({"customer": {"frame": CUSTOMERS.replace(2.0, np.nan)}}, "'age' of table .* NaN in row 1"),
-    ],
-)
-def test_wrong_tables_are_rejected_with_a_message_that_names_them(changes, message):
-    with pytest.raises(ValueError, match=message):
-        HeteroGraph.from_tables(tables(**changes))
-
-
 @pytest.mark.parametrize(
     ("nodes", "edges", "message"),
     [
@@ -358,7 +243,7 @@ def test_a_folder_has_the_same_graph(tmp_path):
     graph.save(tmp_path / "shop")
     found = HeteroGraph.load(tmp_path / "shop")
     folder.verify(tmp_path / "shop")
-    assert_same(found, graph)
+    assert_same_graph(found, graph)
     assert found.name == "shop"
     found.check_time_order()
     found.save(tmp_path / "again")
@@ -383,7 +268,7 @@ def test_folders_keep_the_kind_of_features(tmp_path, kind):
         store = NodeStore(6, quantized=FeatureTable.quantized(rows))
     HeteroGraph({"u": store}, {}).save(tmp_path / "g")
     found = HeteroGraph.load(tmp_path / "g").nodes("u")
-    compare(found.features, store.features)
+    assert_same_values(found, store, "features")
     if kind == "int8":
         ids = torch.arange(6)
         assert torch.equal(found.table.gather(ids), store.table.gather(ids))
@@ -472,13 +357,3 @@ def test_times_that_int64_does_not_have_are_rejected(times, unit, message):
     with pytest.raises(ValueError, match=message) as error:
         HeteroGraph.from_arrays({"a": 2}, edges, time_unit=unit)
     assert "\n\nhint: " in str(error.value)
-
-
-@pytest.mark.parametrize("key", [1.5, 1e300, float("inf"), 2.0**53])
-def test_foreign_keys_that_are_no_exact_integers_are_rejected(key):
-    tables = {
-        "user": Table(pd.DataFrame({"id": [1, 2, 3]}), primary_key="id"),
-        "order": Table(pd.DataFrame({"user": [2.0, None, key]}), foreign_keys={"user": "user"}),
-    }
-    with pytest.raises(ValueError, match="in row 2, which is not an exact integer"):
-        HeteroGraph.from_tables(tables)

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from hetero_graphs import assert_same_graph
 
 from gcnzc.datasets.ogb_hetero import OgbHetero
 from gcnzc.graph import load
@@ -57,26 +58,6 @@ def build(given):
     )
 
 
-def assert_same(found, graph):
-    assert found.metadata() == graph.metadata()
-    for each in graph.node_types:
-        mine, theirs = graph.nodes(each), found.nodes(each)
-        assert mine.num_nodes == theirs.num_nodes
-        assert mine.split.keys() == theirs.split.keys()
-        for what in ("features", "labels", "time"):
-            one, other = getattr(mine, what), getattr(theirs, what)
-            assert (one is None) == (other is None), what
-            assert one is None or torch.equal(one, other), what
-        assert all(torch.equal(mine.split[part], theirs.split[part]) for part in mine.split)
-    for each in graph.edge_types:
-        mine, theirs = graph.edges(each), found.edges(each)
-        assert torch.equal(mine.edge_index(), theirs.edge_index())
-        for what in ("indptr", "indices", "features", "time", "weight"):
-            one, other = getattr(mine, what), getattr(theirs, what)
-            assert (one is None) == (other is None), what
-            assert one is None or torch.equal(one, other), what
-
-
 BOTH_FORMS = pytest.mark.parametrize("binary", [False, True], ids=["csv", "binary"])
 
 
@@ -84,7 +65,7 @@ BOTH_FORMS = pytest.mark.parametrize("binary", [False, True], ids=["csv", "binar
 def test_a_graph_is_read_back(tmp_path, binary):
     graph = build(drawn())
     graph.to_ogb(tmp_path / "a", binary=binary, split_name="time", num_classes=9)
-    assert_same(HeteroGraph.from_ogb(tmp_path / "a"), graph)
+    assert_same_graph(HeteroGraph.from_ogb(tmp_path / "a"), graph)
     opened = OgbHetero(tmp_path / "a")
     assert (opened.name, opened.num_classes, opened.split_name) == ("mine", 9, "time")
     assert OgbHetero(tmp_path / "a", "ogbn-mag").name == "ogbn-mag"
