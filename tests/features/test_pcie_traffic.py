@@ -100,17 +100,6 @@ def test_equals_a_simulation_of_real_rows(layout, split_bytes):
         check(layout, row_bytes, item_bytes, stride_bytes, base, split_bytes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
-def test_equals_a_simulation_of_all_layouts(layout, item_bytes):
-    for row_bytes in range(item_bytes, 301, item_bytes):
-        for stride_bytes in strides(layout, row_bytes, item_bytes):
-            for number, base in enumerate(bases(layout, item_bytes)[:3]):
-                split_bytes = (None, 64)[(row_bytes // item_bytes + number) % 2]
-                check(layout, row_bytes, item_bytes, stride_bytes, base, split_bytes)
-
-
 @pytest.mark.parametrize(
     ("layout", "row_bytes", "item_bytes", "base", "requests", "wire_bytes"),
     [

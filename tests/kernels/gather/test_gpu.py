@@ -1,7 +1,9 @@
 """Every layout of lanes equals the reference bit for bit, for every alignment of rows."""
 
 import itertools
+import os
 
+import numpy as np
 import pytest
 import torch
 from bits import same_bits
@@ -259,3 +261,21 @@ def test_follows_pointers_through_a_whole_table(device):
     begin = int(order[0])
     chase_pointers(places.to(device), begin, steps - 1, out)
     assert int(out) == int(order[-1])
+
+
+def test_rows_are_read_in_the_requested_order(monkeypatch):
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("compiled kernels do not tell their addresses")
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    addresses, plain = [], interpreter.InterpreterBuilder.create_masked_load
+
+    def recorded(self, ptrs, mask, *rest):
+        if ptrs.data.ndim == 2:
+            addresses.append(ptrs.data[mask.data.any(1), 0].astype(np.int64))
+        return plain(self, ptrs, mask, *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", recorded)
+    table, ids = torch.randn(500, 128), torch.randperm(500)[:300]
+    found = gather_rows(table, ids, order=ids.argsort(), programs=1)
+    assert torch.equal(found, table[ids])
+    assert (np.diff(np.concatenate(addresses)) > 0).all()
