@@ -23,6 +23,12 @@ def assert_equal(mine, other, left_out=()):
             assert found[name] == value, name
 
 
+def assert_same(found, expected, left_out=()):
+    """Check that two loaders yield the same minibatches."""
+    for mine, other in zip(found, expected, strict=True):
+        assert_equal(mine, other, left_out)
+
+
 def values_of(batch, left_out):
     """Return all values but None by type and name."""
     return {

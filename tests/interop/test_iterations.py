@@ -15,7 +15,7 @@ from gcnzc.interop.pyg.importing import import_pyg
 
 pyg = import_pyg()
 from interop import test_pyg_hetero as typed  # noqa: E402
-from pyg_recorded import assert_equal  # noqa: E402
+from pyg_recorded import assert_same  # noqa: E402
 
 ITEMS = 20
 
@@ -161,11 +161,6 @@ def test_a_resumed_loader_yields_the_same_minibatches_with_any_threads(kind):
         make_loader(1, seed=4).load_state_dict(state)
     with pytest.raises(ValueError, match="other nodes or edges, or of none"):
         make_loader(1).load_state_dict({})
-
-
-def assert_same(found, expected):
-    for mine, other in zip(found, expected, strict=True):
-        assert_equal(mine, other)
 
 
 def test_ranks_without_a_seed_have_the_same_order():

@@ -16,7 +16,7 @@ if importlib.util.find_spec("torch_geometric") is None:
 from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader, TableStore, importing, minibatches
 
 pyg = importing.import_pyg()
-from pyg_recorded import Recorded, assert_equal  # noqa: E402
+from pyg_recorded import Recorded, assert_equal, assert_same  # noqa: E402
 from torch_geometric.data import Data  # noqa: E402
 from torch_geometric.loader import LinkNeighborLoader as TheirLinks  # noqa: E402
 from torch_geometric.loader import NeighborLoader as TheirNodes  # noqa: E402
@@ -142,8 +142,7 @@ def test_fields_of_links_equal_those_of_pyg_for_the_same_samples(data, neg_sampl
         links["edge_label"] = torch.arange(100) % 3 + first
     mine = list(LinkNeighborLoader(data, [3, 2], batch_size=64, **links))
     theirs = link_loader.LinkLoader(data, Recorded(*mine), batch_size=64, **links)
-    for batch, other in zip(mine, theirs, strict=True):
-        assert_equal(batch, other)
+    assert_same(mine, theirs)
 
 
 def test_all_edges_are_seeds_if_none_are_named(data):

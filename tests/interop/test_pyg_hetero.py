@@ -15,7 +15,7 @@ if importlib.util.find_spec("torch_geometric") is None:
 from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader, importing
 
 pyg = importing.import_pyg()
-from pyg_recorded import Recorded, assert_equal  # noqa: E402
+from pyg_recorded import Recorded, assert_equal, assert_same  # noqa: E402
 from torch_geometric import typing as pyg_typing  # noqa: E402
 from torch_geometric.data import HeteroData  # noqa: E402
 from torch_geometric.loader import node_loader  # noqa: E402
@@ -107,8 +107,7 @@ def test_num_neighbors_may_be_by_type(data, num_neighbors, same):
         NeighborLoader(data, each, ("item", None), batch_size=7, seed=1)
         for each in (num_neighbors, same)
     )
-    for batch, other in zip(*loaders, strict=True):
-        assert_equal(batch, other)
+    assert_same(*loaders)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +184,7 @@ def test_features_read_in_place_are_those_gathered_on_the_host(data):
     # as if a GPU read them; one of each type is prefetched
     for key in (("user", "x"), ("item", "image"), (LIKES, "x"), ("item", "x")):
         found.read_in_place[key] = found.columns.pop(key)
-    for mine, other in zip(loader, NeighborLoader(data, [3, 2], "item", **options), strict=True):
-        assert_equal(mine, other)
+    assert_same(loader, NeighborLoader(data, [3, 2], "item", **options))
 
 
 @pytest.mark.gpu
@@ -224,12 +222,10 @@ def test_an_iterator_keeps_the_data_of_when_it_began(Loader, change, data):
     change(own)
     second = list(loader)
     found += first
-    for mine, other in zip(found, old, strict=True):
-        assert_equal(mine, other)
+    assert_same(found, old)
     wanted = Loader(own, [3, 2], seeds, **options)
     wanted.set_epoch(1)
-    for mine, other in zip(second, wanted, strict=True):
-        assert_equal(mine, other)
+    assert_same(second, wanted)
 
 
 def test_a_type_added_or_removed_between_epochs_is_named(data):

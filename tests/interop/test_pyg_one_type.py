@@ -114,10 +114,6 @@ def test_the_default_arguments_are_sampled_without_types(data):
     assert NeighborLoader(data, [3, 2], **plain)._typed is None
 
 
-def same(mine, other):
-    return all(torch.equal(mine[name], other[name]) for name in ("n_id", "e_id", "edge_index", "x"))
-
-
 @pytest.mark.gpu
 def test_minibatches_on_a_gpu_equal_those_on_the_host(data):
     options = {"batch_size": 9, "seed": 3, "time_attr": "born"}
@@ -126,4 +122,4 @@ def test_minibatches_on_a_gpu_equal_those_on_the_host(data):
         for mine, wanted in zip(loader, other, strict=True):
             assert mine.edge_index.is_cuda
             assert mine.batch.is_cuda
-            assert same(mine.cpu(), wanted)
+            assert_equal(mine, wanted)

@@ -22,7 +22,7 @@ from gcnzc.interop.pyg import (
 )
 
 pyg = importing.import_pyg()
-from pyg_recorded import assert_equal  # noqa: E402
+from pyg_recorded import assert_equal, assert_same  # noqa: E402
 from torch_geometric.data import (  # noqa: E402
     Data,
     EdgeAttr,
@@ -177,15 +177,11 @@ def test_minibatches_of_links_equal_those_of_hetero_data(data, layouts, neg_samp
     pairs = data[LIKES].edge_index[:, :50]
     for edges in (BUYS, (LIKES, pairs)):
         mine = LinkNeighborLoader(stores, [3, 2], edges, **options)
-        for batch, other in zip(
-            mine, LinkNeighborLoader(data, [3, 2], edges, **options), strict=True
-        ):
-            assert_equal(batch, other, SIZED)
+        assert_same(mine, LinkNeighborLoader(data, [3, 2], edges, **options), SIZED)
     times = {"time_attr": "born", "edge_label_time": torch.arange(50)}
     mine = LinkNeighborLoader(stores, [3, 2], (LIKES, pairs), **options, **times)
     theirs = LinkNeighborLoader(data, [3, 2], (LIKES, pairs), **options, **times)
-    for batch, other in zip(mine, theirs, strict=True):
-        assert_equal(batch, other, SIZED)
+    assert_same(mine, theirs, SIZED)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"time_attr": "born"}, {"disjoint": True}])
@@ -217,10 +213,7 @@ def test_the_numbers_of_nodes_come_from_sizes_or_tensors(data):
     (features, edges), _ = to_stores(data)
     wanted = list(NeighborLoader((features, edges), [3], "user", batch_size=9, seed=1))
     unsized = Edges(edges.edges, {})
-    for mine, other in zip(
-        NeighborLoader((features, unsized), [3], "user", batch_size=9, seed=1), wanted, strict=True
-    ):
-        assert_equal(mine, other)
+    assert_same(NeighborLoader((features, unsized), [3], "user", batch_size=9, seed=1), wanted)
     with pytest.raises(ValueError, match="number of nodes of node type 'user' is unknown"):
         NeighborLoader((Features({}), unsized), [3], "user")
     plain = Edges({(None, "coo"): data[LIKES].edge_index}, {})
