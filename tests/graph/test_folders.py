@@ -206,6 +206,8 @@ def test_the_dtype_of_features_is_kept_or_chosen(tmp_path):
         found = load(tmp_path / str(kind)).features
         assert found.dtype == expected
         assert (found.numpy() == half).all()
+    prepare(graph.write(tmp_path / "single"), tmp_path / "halved", feature_dtype="float16")
+    assert (load(tmp_path / "halved").features.numpy() == half).all()
     for kind in (np.int8, np.float64, np.int64):
         raw = graph.but(features=half.astype(kind)).write(tmp_path / kind.__name__)
         found = load(raw).features
@@ -262,27 +264,6 @@ def test_features_can_be_quantized(tmp_path, dtype, scales, columns, small_chunk
     (tmp_path / "a" / "features_scales.npy").unlink()
     with pytest.raises(FileNotFoundError, match=r"no file .*features_scales.npy(.|\n)*hint: "):
         load(tmp_path / "a")
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", *SCALED_DTYPES])
-def test_quantization_errors_are_as_documented(tmp_path, dtype):
-    rows = torch.randn(40, 33) * torch.logspace(-7, 3, 40)[:, None]
-    raw = tiny().write(tmp_path / "raw")
-    prepare(raw, tmp_path / "a", features=rows.numpy(), feature_dtype=dtype)
-    table = load(tmp_path / "a").table
-    error = (table.gather(torch.arange(40)).double() - rows.double()).abs()
-    size = rows.double().abs()
-    scale = torch.ones(40) if table.scales is None else table.scales
-    s = scale.double()[:, None]
-    allowed = {
-        "float16": torch.maximum(size * 2**-11, s * 2**-25),
-        "bfloat16": size * 2**-8,
-        "int8": s * (1 / 2 + 2**-16) + 0 * size,
-        "float8_e4m3fn": torch.maximum(size * 2**-4, s * 2**-10) * (1 + 2**-18),
-        "float8_e5m2": torch.maximum(size * 2**-3, s * 2**-17) * (1 + 2**-18),
-    }[dtype]
-    assert (error <= allowed).all()
-    assert (error / allowed).max() > 0.85
 
 
 @pytest.fixture
