@@ -399,25 +399,20 @@ def test_negatives_have_the_types_of_their_edges(graph, negative):
 
 
 def drawn(loader, count=None):
-    found = []
-    for number, (inputs, *parts, blocks) in enumerate(loader):
-        if number == count:
-            break
-        kinds = blocks[0].canonical_etypes
-        features = {
-            kind: rows.tolist()
-            for kind in blocks[0].srctypes
-            for rows in [blocks[0].srcnodes[kind].data.get("feat", torch.empty(0))]
-        }
-        pairs = [
-            [torch.stack(part.edges(etype=each)).tolist() for each in TYPES]
-            for part in parts
-            if isinstance(part, dgl.DGLGraph)
-        ]
-        ids = [[block.edges[each].data[dgl.EID].tolist() for each in kinds] for block in blocks]
-        inputs = inputs if isinstance(inputs, dict) else {"": inputs}
-        found.append([{k: own.tolist() for k, own in inputs.items()}, pairs, ids, features])
-    return found
+    """All values of minibatches, to compare them."""
+    return [listed(list(parts)) for parts in itertools.islice(loader, count)]
+
+
+def listed(part):
+    if isinstance(part, torch.Tensor):
+        return part.tolist()
+    if isinstance(part, dict):
+        return {key: listed(own) for key, own in part.items()}
+    if isinstance(part, (list, tuple)):
+        return [listed(own) for own in part]
+    ends = [part.edges(etype=each) for each in part.canonical_etypes]
+    frames = [dict(frame) for frame in (*part._node_frames, *part._edge_frames)]
+    return listed(ends), listed(frames)
 
 
 NODE_SAMPLER = loading.NeighborSampler([4, 3], **PREFETCH)
