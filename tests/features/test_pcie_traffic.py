@@ -183,6 +183,10 @@ def test_shifted_has_the_fewest_requests():
     for row_bytes in range(4, 2052, 4):
         told = {layout: traffic(row_bytes, layout=layout) for layout in LAYOUTS}
         least = told["shifted"].requests_per_row
+        # each line that has a byte of a row is requested once
+        begins = range(0, row_bytes * 128 // gcd(row_bytes, 128), row_bytes)
+        lines = sum((begin + row_bytes - 1) // 128 - begin // 128 + 1 for begin in begins)
+        assert least == Fraction(lines, len(begins))
         for layout in ("scalar", "vector", "wrapped"):
             assert least <= told[layout].requests_per_row
             assert told["shifted"].wire_bytes <= told[layout].wire_bytes
