@@ -49,21 +49,19 @@ def assert_same(drawn, expected):
 def test_equals_reference(fanouts, dtype, table, uneven):
     indptr, indices = uneven
     workspace = Workspace()
-    for epoch, edge_ids in [(0, True), (2**32 - 1, False)]:
-        seeds = torch.randperm(500)[:30]
+    for epoch, edge_ids, once in [(0, True, False), (2**32 - 1, False, False), (5, True, True)]:
+        given = torch.randperm(500)[:30], fanouts, 2**64 - 3, epoch
         drawn = sample(
             indptr,
             indices.to(dtype),
-            seeds,
-            fanouts,
-            2**64 - 3,
-            epoch,
+            *given,
             edge_ids=edge_ids,
             workspace=workspace,
             empty=poisoned,
+            once=once,
         )
         assert (drawn.edge_ids is not None) == edge_ids
-        assert_same(drawn, sample_reference(indptr, indices, seeds, fanouts, 2**64 - 3, epoch))
+        assert_same(drawn, sample_reference(indptr, indices, *given, once=once))
 
 
 def test_fanouts_of_every_size_equal_the_reference(uneven, table):
@@ -108,6 +106,19 @@ def test_the_self_loops_of_a_seed_that_occurs_twice_are_its_own(table):
     assert_same(drawn, sample_reference(*graph, seeds, [-1, -1], 5, 0))
     rows = [row.tolist() for row in drawn.indices[0].tensor_split(drawn.indptr[0][1:-1])]
     assert rows == [[0, 1], [1, 4, 1], [2, 1], [3, 4, 3], [1]]
+
+
+def test_no_node_has_edges_at_two_hops():
+    graph = graph_of_columns(np.random.default_rng(0).integers(0, 100, (100, 20)))
+    seeds = torch.arange(5)
+    drawn = sample(*graph, seeds, [3, 3, 3], 0, 0, once=True)
+    degrees = torch.zeros(3, len(drawn.nodes), dtype=torch.int64)
+    for hop, indptr in enumerate(drawn.indptr):
+        degrees[hop, : len(indptr) - 1] = indptr.diff()
+    assert bool(((degrees > 0).sum(0) <= 1).all())
+    # the others draw again, and edges would come twice
+    again = sample(*graph, seeds, [3, 3, 3], 0, 0)
+    assert bool((again.indptr[1].diff()[:5] > 0).all())
 
 
 def test_all_neighbours_stay_in_stored_order(uneven):

@@ -66,14 +66,3 @@ def test_equals_reference(fanouts, share, table, uneven):
         degrees = torch.tensor([len(part) for part in kept])
         most = degrees if fanout < 0 else degrees.clamp(max=fanout)
         assert torch.equal(drawn.indptr[hop].diff()[: len(seeds)], most)
-
-
-def test_excluding_no_edges_changes_nothing(uneven):
-    indptr, indices = (torch.from_numpy(part) for part in uneven)
-    seeds = torch.arange(50)
-    none = np.empty(0, np.int64)
-    without = exclude_edges(*uneven, seeds.numpy(), none, none)
-    assert same_tensors(
-        sample(indptr, indices, seeds, [5, 70], 1, 2, edge_ids=True, excluded=without),
-        sample(indptr, indices, seeds, [5, 70], 1, 2, edge_ids=True),
-    )
