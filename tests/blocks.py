@@ -38,7 +38,8 @@ def both(
 ) -> list[Tensor]:
     """Return the output and the gradients of all leaves for an uneven loss."""
     out = fn(indptr, indices, *leaves, *options)
-    weights = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
+    # in half precision, torch counts no further than 65504
+    weights = torch.linspace(-1, 2, out.numel(), dtype=torch.float64).to(out.dtype).view_as(out)
     return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
 
 

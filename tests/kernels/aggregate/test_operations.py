@@ -183,7 +183,7 @@ def test_half_precision_is_rounded_once(name, shape, dtype):
         assert [each.dtype for each in found] == [dtype, *(leaf.dtype for leaf in given)]
         exact = [leaf.detach().double().requires_grad_() for leaf in given]
         # the gradient of the output is rounded, too
-        weights = torch.linspace(-1, 2, found[0].numel(), dtype=dtype).double()
+        weights = torch.linspace(-1, 2, found[0].numel(), dtype=torch.float64).to(dtype).double()
         out = operation.reference(*block, *exact, *operation.options[0])
         expected = torch.autograd.grad(out, exact, weights.view_as(out))
         for one, other in zip(found, [out.detach(), *expected], strict=True):
