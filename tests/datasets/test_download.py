@@ -132,6 +132,16 @@ def test_a_changed_file_restarts_the_download(site, tmp_path):
     assert contents(fetch(site.remote, here)) == contents(tmp_path / "newer")
 
 
+def test_a_file_that_became_shorter_restarts_the_download(site, tmp_path):
+    short, here = site.data, tmp_path / "downloads"
+    site.data, site.breaks = 2 * short, [len(short), 0, 0]
+    with pytest.raises(RuntimeError, match="failed after"):
+        fetch(site.remote, here)
+    site.data = short
+    assert contents(fetch(site.remote, here)) == contents(tmp_path / "source")
+    assert site.asked[-2:] == [f"bytes={len(short)}-", None]
+
+
 def test_without_a_network_the_error_describes_the_manual_download(tmp_path):
     # a port that nobody listens on
     remote = Remote("ogbn-tiny", "http://127.0.0.1:9/tiny.zip", "1")

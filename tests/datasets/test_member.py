@@ -36,6 +36,16 @@ def test_python_objects_are_not_unpickled(tmp_path):
         Archive(tmp_path / "a.npz").member("a")
 
 
+def test_a_damaged_archive_is_reported_by_name(tmp_path):
+    path = save(tmp_path / "a.npz", False, a=np.arange(100)).path
+    whole = path.read_bytes()
+    changed = whole[:400] + b"\xff" + whole[401:]
+    for broken in (whole[:400], b"words", changed):
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"a.npz is not a complete .npz archive: .*\n\nhint: "):
+            Archive(path).member("a").in_memory()
+
+
 def test_a_missing_file_or_array_is_reported_by_name(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no file .*a.npz\n\nhint: "):
         Archive(tmp_path / "a.npz")

@@ -11,7 +11,7 @@ import torch
 from tiny_graph import tiny
 
 from gcnzc.datasets import ogb
-from gcnzc.datasets.ogb import OgbGraph
+from gcnzc.datasets.ogb import OgbGraph, meta_dict
 from gcnzc.datasets.rows import Rows, allocate_in_memory, convert_chunks, no_progress, stored_dtype
 
 BOTH_FORMS = pytest.mark.parametrize("binary", [False, True], ids=["csv", "binary"])

@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 
 from gcnzc.datasets.rows import (
     Csr,
@@ -19,6 +20,6 @@ def test_values_at_equal_positions_are_added():
     assert all_of(rows_from_csr(csr, 3, "here")).tolist() == [[4, 5, 0], [0, 0, 0]]
 
 
-def test_too_little_memory_is_reported() -> None:
+def test_too_little_memory_is_reported():
     with pytest.raises(RuntimeError, match=r"memory for sources: 9,007,199,254,740,992 bytes\n"):
         allocate_in_memory("sources", 2**50, np.float64)

@@ -207,6 +207,14 @@ def test_files_of_a_killed_process_are_removed(tmp_path):
     assert not left.exists()
 
 
+def test_a_folder_that_another_process_writes_is_reported(tmp_path):
+    message = rf"pid {os.getpid()}.* is writing .*a\n\nhint: wait for it"
+    with store.atomic_folder(tmp_path / "a"):
+        with pytest.raises(RuntimeError, match=message), store.atomic_folder(tmp_path / "a"):
+            pytest.fail("it began")
+        assert files(tmp_path) == [".a.partial"]
+
+
 def _many(dest, failures):
     try:
         write(dest)

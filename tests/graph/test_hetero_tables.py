@@ -54,6 +54,8 @@ def test_from_tables():
     assert graph.nodes("order").time.tolist() == [int(day.timestamp()) + 1 for day in DAYS]
     assert graph.nodes("user").features.flatten().tolist() == [1, 2, 3, 4]
     assert build(reverse=False).edge_types == [forward]
+    with pytest.raises(TypeError, match=r"tables is .*, not a dict of tables by name"):
+        HeteroGraph.from_tables([USERS, ORDERS])
 
 
 def test_rows_are_nodes_for_keys_of_any_type_and_any_index():

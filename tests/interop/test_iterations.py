@@ -163,6 +163,42 @@ def test_a_resumed_loader_yields_the_same_minibatches_with_any_threads(kind):
         make_loader(1).load_state_dict({})
 
 
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_minibatches_of_another_loader_follow_the_epochs_of_the_sampler(kind):
+    """As those of Accelerate, which iterates over the sampler and calls `collate_fn`."""
+    make_loader, read = LOADERS[kind]
+
+    def epochs():
+        loader = make_loader(seed=1)
+        return [read(map(loader.collate_fn, loader.batch_sampler)) for _ in range(2)]
+
+    first, second = epochs()
+    assert first != second
+    assert [first, second] == epochs()
+    # Accelerate's generator decides the order of all ranks
+    sampler = make_loader(seed=1).sampler
+    sampler.generator = torch.Generator()
+    orders = []
+    for seed in (3, 3, 4):
+        sampler.generator.manual_seed(seed)
+        orders.append(list(sampler))
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_iterations_in_progress_are_resumed_together():
+    epochs, loader = epochs_of(make(seed=1), 2), make(seed=1)
+    iterators = iter(loader), iter(loader)
+    for iterator in iterators:
+        next(iterator)
+    state, other = loader.state_dict(), make(seed=1)
+    other.load_state_dict(state)
+    assert epochs_of(other, 2) == [epoch[1:] for epoch in epochs]
+    assert [len(list(iterator)) for iterator in iterators] == [3, 3]
+    assert list(iterators[0]) == []
+    with pytest.raises(ValueError, match=r"'interleaved'\] is not a list of lists of three"):
+        other.load_state_dict(state | {"interleaved": [[1, 2]]})
+
+
 def test_ranks_without_a_seed_have_the_same_order():
     taken, alone = [], []
     for rank in range(2):

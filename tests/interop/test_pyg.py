@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import inspect
+import sys
 
 import numpy as np
 import pytest
@@ -169,6 +170,12 @@ def test_full_neighbourhoods_give_the_outputs_of_the_whole_graph(data):
             expected = hidden[batch.n_id[: batch.batch_size]]
             # sums may be in another order
             torch.testing.assert_close(out[: batch.batch_size], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_failed_import_of_pyg_is_reported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_geometric.sampler", None)
+    with pytest.raises(ImportError, match=r"the import of PyG failed: .*\n\nhint: pip install"):
+        importing.import_pyg()
 
 
 def test_negatives_are_sampled_by_weight(data):

@@ -81,6 +81,17 @@ def test_fields_equal_those_of_pyg_for_the_same_samples(data, edge_type, neg_sam
         assert_equal(batch, other)
 
 
+def test_weighted_negatives_are_not_later_than_their_edge(data):
+    weight, times = torch.arange(ITEMS) % 2.0, torch.arange(EDGES) % LATEST
+    data["item"].born[1] = 0
+    sampling = NegativeSampling("triplet", 3, dst_weight=weight)
+    options = {"time_attr": "born", "edge_label_time": times, "neg_sampling": sampling}
+    for batch in LinkNeighborLoader(data, [2], BUYS, batch_size=50, **options):
+        found = batch["item"].n_id[batch["item"].dst_neg_index]
+        assert bool((weight[found] > 0).all())
+        assert bool((data["item"].born[found] <= times[batch[BUYS].input_id, None]).all())
+
+
 def test_edges_may_be_given_by_type(data):
     edges = data[BUYS].edge_index
     for given in (BUYS, list(BUYS), (BUYS, None), (("user", "item"), None), (BUYS, edges.int())):
