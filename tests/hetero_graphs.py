@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from bits import same_tensors
 
 from gcnzc.graph.hetero import HeteroGraph
 
@@ -46,15 +47,9 @@ def random_seeds(graph, seed, count=5):
 
 
 def assert_equal(batch, other):
-    """Whether two minibatches are equal bit for bit."""
-    for name in ("nodes", "seeds", "row", "col", "edge_ids", "subgraphs"):
-        mine, theirs = getattr(batch, name), getattr(other, name)
-        assert (mine is None) == (theirs is None), name
-        if mine is not None:
-            assert mine.keys() == theirs.keys()
-            assert all(torch.equal(mine[key], theirs[key]) for key in mine), name
-    assert batch.num_nodes == other.num_nodes
-    assert batch.num_edges == other.num_edges
+    """Check that two minibatches are equal bit for bit."""
+    assert same_tensors(batch, other)
+    assert (batch.num_nodes, batch.num_edges) == (other.num_nodes, other.num_edges)
 
 
 def assert_same_graph(found, expected):
