@@ -68,12 +68,12 @@ def compression(name: str) -> Compression:
     raise ValueError(f"no compression {name!r}\n\nhint: use one of {', '.join(NAMES)}")
 
 
-def check_compression(compress: object, name: str = "compress") -> None:
+def check_compression(name: str, compress: object) -> None:
     """Check an argument of an optimizer that is a compression.
 
     Args:
+        name: of the argument.
         compress: the argument.
-        name: its name.
 
     Raises:
         TypeError: it is neither a `Compression` nor None, such as a name.

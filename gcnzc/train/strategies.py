@@ -204,7 +204,8 @@ PARSERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def _average(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
-    return Averaged(setup.inner, setup.group, setup.signals, module=setup.model, **arguments)
+    run = {"signals": setup.signals, "module": setup.model}
+    return Averaged(setup.inner, setup.group, **run, **arguments)
 
 
 def _sparse(make: Callable[..., Compression]) -> Build:
@@ -221,7 +222,7 @@ def _drop_compute(setup: TrainingSetup, arguments: dict[str, Any]) -> Distribute
     return DropCompute(
         setup.inner,
         setup.group,
-        setup.signals,
+        signals=setup.signals,
         micro_batches=setup.config.accumulate,
         module=setup.model,
         **arguments,

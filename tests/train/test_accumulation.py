@@ -172,7 +172,7 @@ def use_drop_compute(threshold, patch=setattr):
     def build(config, model, group, steps, signals, **options):
         inner = torch.optim.SGD(model.parameters(), config.lr, momentum=0.9)
         own = {"micro_batches": config.accumulate, "threshold": threshold}
-        return DropCompute(inner, group, signals, clock=Scripted(), module=model, **own)
+        return DropCompute(inner, group, signals=signals, clock=Scripted(), module=model, **own)
 
     patch(train_module, "build_method", build)
 
