@@ -119,9 +119,9 @@ def unpack_state(
     Raises:
         ValueError: it is of another type of optimizer.
     """
-    check_state_dict(state_dict)
-    if "rank" in state_dict and "shared" in state_dict:
+    if isinstance(state_dict, Mapping) and "rank" in state_dict and "shared" in state_dict:
         return dict(state_dict)
+    check_state_dict(state_dict)
     holder = find_holder(state_dict)
     if not holder:
         names = {str(name) for each in state_dict.get("state", {}).values() for name in each}
