@@ -26,6 +26,7 @@ RUN_PTX = TRITON_CACHE_DIR=$(CURDIR)/$(VENV)/ptx-cache $(BIN)/python -m pytest -
 # slow tests that CI runs, too: 2,000 random schedules of the loader, and a whole dry run of gpu-session
 SCHEDULES := tests/loader/test_happens_before.py::test_all_accesses_are_ordered_in_ten_thousand_schedules
 GPU_RULES_TESTS := '$(SCHEDULES)[TransferProgram-0]' '$(SCHEDULES)[LoaderProgram-0]' \
+	'$(SCHEDULES)[TypedLoaderProgram-0]' \
 	tests/bench/test_gpu_session.py::test_a_whole_dry_run_passes_in_a_bare_checkout_without_git_and_network
 
 # bin/install leaves bytecode to the first import of a module

@@ -32,11 +32,6 @@ class Entry:
     # train this directed graph with reverse edges, without duplicates
     bidirect_directed: bool = False
 
-    @property
-    def feature_bytes(self) -> int:
-        """Size of all features as float32, in bytes."""
-        return self.num_nodes * self.num_features * 4
-
 
 _AMAZON = "MIT (repositories); data of McAuley et al."
 _COAUTHOR = "MIT (repositories); data of Microsoft Academic Graph, ODC-BY"

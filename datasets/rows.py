@@ -292,10 +292,8 @@ def cast_finite(
         found = f"{where}: {chunk[place]} in row {first_row + place[0]}"
         if locate is not None:
             found = f"{locate(first_row + place[0], place[-1])}: {chunk[place]}"
-        raise ValueError(
-            f"{found} is too large for {dtype}\n\n"
-            "hint: store the features as float32, or scale them"
-        )
+        wider = "" if dtype == np.float32 else "store the features as float32, or "
+        raise ValueError(f"{found} is too large for {dtype}\n\nhint: {wider}scale the features")
     if not allow_nan:
         place = tuple(int(i) for i in np.argwhere(~good)[0])
         found = f"{where}: {chunk[place]} in row {first_row + place[0]}, column {place[-1]}"

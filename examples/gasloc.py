@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gcnzc.exchange import Compute, Group, Link, SendReceive, lockstep
-from gcnzc.optim import DiLoCo, LocalMethod, Vector
+from gcnzc.optim import DiLoCo, LocalMethod, option, vector
 
 
 class GASLoC(LocalMethod):
@@ -45,36 +45,15 @@ class GASLoC(LocalMethod):
         options: the other options of `LocalMethod`.
     """
 
-    compared_options = (
-        *("outer_lr", "outer_momentum", "gossip_rate", "seed", "control_interval"),
-        *LocalMethod.compared_options,
-    )
+    local_steps = option(12)
+    outer_lr = option(0.4)
+    outer_momentum = option(0.9)
+    gossip_rate = option(1.0)
+    seed = option(0)
+    control_interval = option(10)
 
-    def __init__(
-        self,
-        inner,
-        group=None,
-        *,
-        local_steps=12,
-        outer_lr=0.4,
-        outer_momentum=0.9,
-        gossip_rate=1.0,
-        seed=0,
-        control_interval=10,
-        **options,
-    ):
-        self.outer_lr = outer_lr
-        self.outer_momentum = outer_momentum
-        self.gossip_rate = gossip_rate
-        self.seed = seed
-        self.control_interval = control_interval
-        super().__init__(inner, group, local_steps=local_steps, **options)
-
-    def declare(self):
-        """See `LocalMethod`."""
-        size = self.flat.num_elements
-        own = [Vector(self, name, size, kind="local", resize="mean") for name in ("theta", "u")]
-        return [*super().declare(), *own]
+    theta = vector(kind="local", resize="mean")
+    u = vector(kind="local", resize="mean")
 
     def restart(self):
         """See `LocalMethod`."""

@@ -46,67 +46,94 @@ def dense(graph: Graph) -> Tensor:
 
 def made(name: str, *sizes: int, **options) -> gnn.Model:
     """A model in float64 whose parameters, biases and running statistics too, are all at random."""
-    model = MODELS[name](*sizes, **options).double()
+    return randomized(MODELS[name](*sizes, **options))
+
+
+def randomized(model: gnn.Model) -> gnn.Model:
     with torch.no_grad():
-        for part in (*model.parameters(), *model.buffers()):
+        for part in (*model.double().parameters(), *model.buffers()):
             if part.is_floating_point():
-                part.copy_(torch.rand_like(part) - 0.3 if part.dim() > 1 else torch.rand_like(part))
+                # variances are vectors, and must not be negative
+                part.copy_(torch.rand_like(part) - 0.3 * (part.dim() > 1))
     return model
 
 
-def sage_by_hand(model: gnn.SAGE, adjacency: Tensor, x: Tensor) -> Tensor:
-    mean = adjacency / adjacency.sum(1, keepdim=True).clamp(min=1)
-    for index, layer in enumerate(model.layers):
-        x = mean @ x @ layer.neighbours.weight.T + layer.neighbours.bias + x @ layer.own.weight.T
-        if index < len(model.layers) - 1:
-            norm = model.norms[index]
-            x = (x - norm.running_mean) / (norm.running_var + norm.eps).sqrt()
-            x = (x * norm.weight + norm.bias).clamp(min=0)
-    return x
-
-
-def gcn_by_hand(model: gnn.GCN, adjacency: Tensor, x: Tensor) -> Tensor:
+def dense_layer(layer, adjacency, x):
+    """Compute one layer on the whole graph with a dense adjacency matrix."""
+    if isinstance(layer, gnn.SAGELayer):
+        mean = adjacency / adjacency.sum(1, keepdim=True).clamp(min=1)
+        neighbours = mean @ x @ layer.neighbours.weight.T + layer.neighbours.bias
+        return neighbours + x @ layer.own.weight.T
     looped = adjacency + torch.eye(len(x)).double()
-    root = looped.sum(1).pow(-0.5)
-    propagate = root[:, None] * looped * root[None, :]
+    if isinstance(layer, gnn.GINLayer):
+        return layer.second(layer.first(looped @ x).relu())
+    if isinstance(layer, gnn.GCNLayer):
+        root = looped.sum(1).pow(-0.5)
+        return root[:, None] * looped * root[None, :] @ x @ layer.weight.T + layer.bias
+    outs = []
+    for head in range(layer.heads):
+        if isinstance(layer, gnn.GATv2Layer):
+            z = layer.source(x).view(len(x), layer.heads, -1)[:, head]
+            own = layer.target(x).view(len(x), layer.heads, -1)[:, head]
+            score = functional.leaky_relu(own[:, None] + z, 0.2) @ layer.attention[head]
+        else:
+            z = x @ layer.weight[head].T
+            score = z @ layer.source_attention[head] + (z @ layer.target_attention[head])[:, None]
+            score = functional.leaky_relu(score, 0.2)
+        score = score.masked_fill(looped == 0, -torch.inf)
+        weight = looped * (score - score.amax(1, keepdim=True)).exp()
+        outs.append(weight / weight.sum(1, keepdim=True) @ z)
+    out = torch.cat(outs, 1) if layer.concatenate else torch.stack(outs).mean(0)
+    out = out if layer.bias is None else out + layer.bias
+    return out if layer.skip is None else out + layer.skip(x)
+
+
+def dense_forward(
+    model,
+    adjacency,
+    x,
+    *,
+    norm="none",
+    residual=False,
+    input_linear=False,
+    jumping="none",
+    output_linear=False,
+    pre_norm=False,
+    pre_activation=False,
+):
+    """Compute the logits of all nodes, in the order of the papers' equations."""
+
+    def normalized(index, rows):
+        module = model.norms[index]
+        if norm == "layer":
+            return functional.layer_norm(rows, rows.shape[1:], module.weight, module.bias)
+        rows = (rows - module.running_mean) / (module.running_var + module.eps).sqrt()
+        return rows * module.weight + module.bias
+
+    activation = functional.elu if isinstance(model, gnn.GAT) else functional.relu
+    if input_linear:
+        x = x @ model.input_linear.weight.T + model.input_linear.bias
+    hidden = []
     for index, layer in enumerate(model.layers):
-        x = propagate @ x @ layer.weight.T + layer.bias
-        x = x if index == len(model.layers) - 1 else x.clamp(min=0)
-    return x
-
-
-def gat_by_hand(model: gnn.GAT, adjacency: Tensor, x: Tensor) -> Tensor:
-    looped = adjacency + torch.eye(len(x)).double()
-    for index, layer in enumerate(model.layers):
-        outs = []
-        for h in range(layer.heads):
-            z = x @ layer.weight[h].T
-            score = z @ layer.source_attention[h] + (z @ layer.target_attention[h])[:, None]
-            # an edge that is there twice counts twice
-            weight = looped * functional.leaky_relu(score, 0.2).exp()
-            outs.append(weight / weight.sum(1, keepdim=True) @ z)
-        out = torch.cat(outs, 1) if layer.concatenate else torch.stack(outs).mean(0)
-        out = out + layer.bias + x @ layer.skip.weight.T + layer.skip.bias
-        x = out if index == len(model.layers) - 1 else functional.elu(out)
-    return x
-
-
-def gatv2_by_hand(model: gnn.GATv2, adjacency: Tensor, x: Tensor) -> Tensor:
-    looped = adjacency + torch.eye(len(x)).double()
-    for index, layer in enumerate(model.layers):
-        outs = []
-        shape = (len(x), layer.heads, -1)
-        left, right = layer.source(x).view(shape), layer.target(x).view(shape)
-        for h in range(layer.heads):
-            z = right[:, None, h] + left[None, :, h]
-            score = functional.leaky_relu(z, 0.2) @ layer.attention[h]
-            # an edge that is there twice counts twice
-            weight = looped * (score - score.amax(1, keepdim=True)).exp()
-            outs.append(weight / weight.sum(1, keepdim=True) @ left[:, h])
-        out = torch.cat(outs, 1) if layer.concatenate else torch.stack(outs).mean(0)
-        out = out + layer.bias + x @ layer.skip.weight.T + layer.skip.bias
-        x = out if index == len(model.layers) - 1 else functional.elu(out)
-    return x
-
-
-BY_HAND = {"sage": sage_by_hand, "gcn": gcn_by_hand, "gat": gat_by_hand, "gatv2": gatv2_by_hand}
+        if pre_activation:
+            # Li et al., 2020: normalization, activation, convolution, addition
+            rows = activation(normalized(index, x) if norm != "none" else x)
+            out = dense_layer(layer, adjacency, rows)
+            x = x + out if residual else out
+            hidden.append(x)
+            continue
+        if pre_norm:
+            x = normalized(index, x)
+        out = dense_layer(layer, adjacency, x)
+        if residual:
+            out = out + x @ model.residuals[index].weight.T + model.residuals[index].bias
+        if index == len(model.layers) - 1 and not output_linear:
+            return out
+        if norm != "none" and not pre_norm:
+            out = normalized(index, out)
+        x = activation(out)
+        hidden.append(x)
+    last = {"none": x, "sum": sum(hidden), "cat": torch.cat(hidden, 1)}[jumping]
+    if pre_activation:
+        last = activation(normalized(len(model.layers), last) if norm != "none" else last)
+    return last @ model.output_linear.weight.T + model.output_linear.bias

@@ -26,6 +26,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from bits import tensors_of
 from cooperative_threads import Deque, Executor, Lock, Schedule, Threading
 from happens_before import Checker, join
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,7 +35,7 @@ from gcnzc.features import cache as features_cache
 from gcnzc.features import table
 from gcnzc.kernels import buffers
 from gcnzc.loader import base, loader, transfer
-from gcnzc.sampling import neighbor
+from gcnzc.sampling import hetero, neighbor
 
 ROOT = Path(__file__).parents[1]
 # calls of this code are left out: all that shares memory with streams
@@ -44,7 +45,7 @@ CODE = tuple(
 )
 # of these, the line that called them is a part of the key
 LOOPS = ("_wait", "<lambda>", "<listcomp>", "<genexpr>")
-ARENA_BYTES = 1 << 22
+ARENA_BYTES = 1 << 23
 LINE_BYTES = 64
 
 
@@ -345,15 +346,6 @@ def gather_cached(rows, ids, cached, out=None, *, scales=None, scale_columns=Non
     return table.gather(rows, ids, out, scales=scales, scale_columns=scale_columns, threads=1)
 
 
-def sampled_tensors(sampled):
-    lists = (sampled.indptr, sampled.indices, sampled.edge_ids or ())
-    return [sampled.nodes, *(tensor for each in lists for tensor in each)]
-
-
-def gathered(out):
-    return [out]
-
-
 def replacements():
     """Return the modules, names and values to replace while programs run."""
     return [
@@ -362,11 +354,13 @@ def replacements():
         (base, "ThreadPoolExecutor", WatchedExecutor),
         *((loader, "ForkSafeLock", Lock), (buffers, "ForkSafeLock", Lock)),
         *((buffers, "deque", Deque), (features_cache, "ForkSafeLock", Lock)),
-        (table, "gather", watching(table.gather, gathered)),
-        (transfer, "gather", watching(transfer.gather, gathered)),
-        (table, "gather_sparse", watching(table.gather_sparse, gathered)),
+        (table, "gather", watching(table.gather, tensors_of)),
+        (transfer, "gather", watching(transfer.gather, tensors_of)),
+        (table, "gather_sparse", watching(table.gather_sparse, tensors_of)),
         (features_cache, "gather_cached", gather_cached),
-        (neighbor, "sample", watching(neighbor.sample, sampled_tensors)),
+        (neighbor, "sample", watching(neighbor.sample, tensors_of)),
+        (hetero, "sample_hetero", watching(hetero.sample_hetero, tensors_of)),
+        (hetero, "merge_relations", watching(hetero.merge_relations, tensors_of)),
     ]
 
 

@@ -22,7 +22,7 @@ if __name__ == "__main__":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
-from fake_driver import FakeDriver, FakeGpu
+from fake_driver import FakeDriver, FakeGpu, is_cuda
 from fast_interpreter import accept_new_numpy
 
 NAME = "fake GPU"
@@ -104,17 +104,13 @@ class FakeCuda(FakeGpu):
             )
         if name in ("pin_memory", "record_stream"):
             return args[0]
-        if name == "to" and any(map(_is_cuda, (*args[1:], *kwargs.values()))):
+        if name == "to" and any(map(is_cuda, (*args[1:], *kwargs.values()))):
             # of (device, dtype, non_blocking) only the dtype has an effect
             dtypes = [
                 value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.dtype)
             ]
             return self._put(func(args[0], *dtypes) if dtypes else args[0])
         return super().__torch_function__(func, types, args, kwargs)
-
-
-def _is_cuda(device):
-    return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
 
 
 class Stream:

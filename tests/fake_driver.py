@@ -179,11 +179,11 @@ class FakeGpu(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "cuda":
             return self._put(args[0])
-        if name == "to" and any(map(_is_cuda, (*args[1:], *kwargs.values()))):
+        if name == "to" and any(map(is_cuda, (*args[1:], *kwargs.values()))):
             return self._put(args[0])
         if name == "copy_":
             self._check(args[0], args[1])
-        there = _is_cuda(kwargs.get("device"))
+        there = is_cuda(kwargs.get("device"))
         if there:
             kwargs["device"] = "cpu"
         made = func(*args, **kwargs)
@@ -213,7 +213,7 @@ class FakeGpu(TorchFunctionMode):
             self.driver.check_copyable(*self.copied[-1])
 
 
-def _is_cuda(device):
+def is_cuda(device):
     return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from bits import same_tensors
 
 from gcnzc.graph.hetero import HeteroGraph
 
@@ -46,12 +47,31 @@ def random_seeds(graph, seed, count=5):
 
 
 def assert_equal(batch, other):
-    """Whether two minibatches are equal bit for bit."""
-    for name in ("nodes", "seeds", "row", "col", "edge_ids", "subgraphs"):
-        mine, theirs = getattr(batch, name), getattr(other, name)
+    """Check that two minibatches are equal bit for bit."""
+    assert same_tensors(batch, other)
+    assert (batch.num_nodes, batch.num_edges) == (other.num_nodes, other.num_edges)
+
+
+def assert_same_graph(found, expected):
+    """Check that two graphs have the same nodes, edges and values."""
+    assert found.metadata() == expected.metadata()
+    for name in expected.node_types:
+        mine, theirs = found.nodes(name), expected.nodes(name)
+        assert mine.num_nodes == theirs.num_nodes
+        assert mine.split.keys() == theirs.split.keys()
+        assert all(torch.equal(mine.split[part], theirs.split[part]) for part in mine.split)
+        assert_same_values(mine, theirs, "features", "labels", "time")
+    for edge_type in expected.edge_types:
+        mine, theirs = found.edges(edge_type), expected.edges(edge_type)
+        assert torch.equal(mine.edge_index(), theirs.edge_index())
+        assert_same_values(mine, theirs, "indptr", "indices", "features", "time", "weight")
+
+
+def assert_same_values(store, other, *names):
+    """Check that nodes or edges have the same values, or none."""
+    for name in names:
+        mine, theirs = getattr(store, name), getattr(other, name)
         assert (mine is None) == (theirs is None), name
         if mine is not None:
-            assert mine.keys() == theirs.keys()
-            assert all(torch.equal(mine[key], theirs[key]) for key in mine), name
-    assert batch.num_nodes == other.num_nodes
-    assert batch.num_edges == other.num_edges
+            assert mine.dtype == theirs.dtype
+            assert torch.equal(mine.to_dense(), theirs.to_dense()), name

@@ -27,7 +27,7 @@ from cooperative_threads import Schedule, Threading, replaced
 from happens_before import join
 from simulated_device import Factories, OnDevice, Reads
 
-from gcnzc.exchange import Group, pending, process_group
+from gcnzc.exchange import Group, pending, process_group, processes
 from gcnzc.exchange import group as group_module
 
 WORLD_SIZE = 2
@@ -258,7 +258,7 @@ def nccl_group(seed, without=None):
     nccl = Nccl(device)
     with (
         replaced(
-            *((module, "dist", nccl) for module in (process_group, pending, group_module)),
+            *((module, "dist", nccl) for module in (process_group, processes, group_module)),
             *((process_group, "_all_gather", nccl.all_gather),),
             *((process_group, "_reduce_scatter", nccl.reduce_scatter),),
             *((pending, "ThreadPoolExecutor", DeviceExecutor),),

@@ -5,13 +5,11 @@ import importlib.util
 import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from limits import HANG_S
+from programs import output_of
 
 from gcnzc.datasets import generate
 
@@ -26,13 +24,8 @@ EPOCHS = {"node": 3, "multi": 6, "link": 2}
 
 def run(script, data, *words, through=()):
     path = f"{ROOT}{os.pathsep}{EXAMPLES}"
-    return subprocess.run(
-        [sys.executable, *through, str(EXAMPLES / script), str(data), *words],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    words = (*through, EXAMPLES / script, data, *words)
+    return output_of(*words, PYTHONPATH=path, OMP_NUM_THREADS="1")
 
 
 def test_every_script_is_tested():
@@ -70,15 +63,14 @@ def test_an_example_learns(script, shared_data):
         pytest.skip(f"{library} is not installed")
     kind = script.split("_")[1]
     through = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run(
+    printed = run(
         f"{script}_gcnzc.py",
         shared_data / "amazon_photo/amazon_photo.npz",
         *("--epochs", str(EPOCHS[kind])),
         through=through if kind == "multi" else (),
     )
-    assert done.returncode == 0, done.stderr
-    measured, timed = done.stdout.splitlines()
-    assert float(measured.split()[1]) >= LEAST[kind], done.stdout
+    measured, timed = printed.splitlines()
+    assert float(measured.split()[1]) >= LEAST[kind], printed
     assert timed.endswith("s of it waiting")
 
 
@@ -94,41 +86,37 @@ def test_an_example_of_a_typed_graph_learns(script, shape, epochs, tmp_path):
     if importlib.util.find_spec("torch_geometric") is None:
         pytest.skip("torch_geometric is not installed")
     made = generate.make_typed(tmp_path / "typed", generate.Shape(*shape))
-    done = run(f"{script}_gcnzc.py", tmp_path / "typed", "--epochs", str(epochs))
-    assert done.returncode == 0, done.stderr
-    figure = float(done.stdout.split()[1])
+    printed = run(f"{script}_gcnzc.py", tmp_path / "typed", "--epochs", str(epochs))
+    figure = float(printed.split()[1])
     if script == "pyg_hetero":
         # of four classes; more than the best is a loader that samples later edges
-        assert 0.6 < figure < made.best_accuracy + 0.05, done.stdout
-        assert f"best possible accuracy {made.best_accuracy:.4f}" in done.stdout
+        assert 0.6 < figure < made.best_accuracy + 0.05, printed
+        assert f"best possible accuracy {made.best_accuracy:.4f}" in printed
     else:
-        assert 0.65 < figure < 0.95, done.stdout
+        assert 0.65 < figure < 0.95, printed
 
 
 @pytest.mark.processes
 def test_the_recommender_is_better_than_popularity():
-    done = run("recommender.py", "--users", "800", "--items", "200", "--epochs", "4")
-    assert done.returncode == 0, done.stderr
-    own, popularity = done.stdout.splitlines()
+    printed = run("recommender.py", "--users", "800", "--items", "200", "--epochs", "4")
+    own, popularity = printed.splitlines()
     found = [float(word.strip(",")) for word in own.split()[1::2]]
     baseline = [float(word.strip(",")) for word in popularity.split()[2::2]]
-    assert found[0] > 1.3 * baseline[0], done.stdout
-    assert found[1] > 1.3 * baseline[1], done.stdout
+    assert found[0] > 1.3 * baseline[0], printed
+    assert found[1] > 1.3 * baseline[1], printed
 
 
 @pytest.mark.processes
 def test_the_task_of_tables_is_better_than_counts():
-    done = run("relational.py", "--customers", "1500", "--epochs", "4")
-    assert done.returncode == 0, done.stderr
-    own, counts = (float(line.split()[-1]) for line in done.stdout.splitlines())
-    assert own > counts + 0.03, done.stdout
+    printed = run("relational.py", "--customers", "1500", "--epochs", "4")
+    own, counts = (float(line.split()[-1]) for line in printed.splitlines())
+    assert own > counts + 0.03, printed
 
 
 def test_gasloc_sends_less_than_diloco():
-    done = run("gasloc.py", "--ranks", "4", "--steps", "96")
-    assert done.returncode == 0, done.stderr
+    printed = run("gasloc.py", "--ranks", "4", "--steps", "96")
     pattern = r"accuracy (\S+), 8 exchanges, (\S+) bytes sent, (\S+) s$"
-    lines = [re.search(pattern, line) for line in done.stdout.splitlines()]
+    lines = [re.search(pattern, line) for line in printed.splitlines()]
     figures = [[float(figure.replace(",", "")) for figure in line.groups()] for line in lines]
     for diloco, gasloc in (figures[:2], figures[2:]):
         assert gasloc[0] > max(0.9, diloco[0] - 0.03)

@@ -1,15 +1,14 @@
 """Allowed imports between packages, and one adapter for each external system."""
 
 import ast
-import os
 import re
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import output_of
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
@@ -52,7 +51,10 @@ LIBRARIES = {
 # an outside thing, and the modules that may open its door
 DOORS = {
     "torch.distributed": {
-        *(f"gcnzc/exchange/{name}.py" for name in ("group", "init", "pending", "process_group")),
+        *(
+            f"gcnzc/exchange/{name}.py"
+            for name in ("group", "init", "process_group", "processes", "store")
+        ),
         "gcnzc/cli/launch.py",
         "gcnzc/optim/fully_shard.py",
     },
@@ -269,10 +271,7 @@ for statement in sys.argv[1:]:
 def loaded_by():
     """The modules of a process that imports torch and executes a statement."""
     statements = [*ABSENT, COMMAND_LINE]
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS, *statements], check=True, capture_output=True, text=True
-    )
-    lines = done.stdout.splitlines()
+    lines = output_of("-c", FORKS, *statements).splitlines()
     return {each: set(line.split()) for each, line in zip(statements, lines, strict=True)}
 
 
@@ -347,10 +346,7 @@ def test_torch_is_asked_for_huge_pages_before_it_is_imported():
         "assert os.environ['THP_MEM_ALLOC_ENABLE'] == sys.argv[1]"
     )
     for given, expected in ((None, "1"), ("0", "0")):
-        environment = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"}
-        if given is not None:
-            environment["THP_MEM_ALLOC_ENABLE"] = given
-        subprocess.run([sys.executable, "-c", program, expected], env=environment, check=True)
+        output_of("-c", program, expected, THP_MEM_ALLOC_ENABLE=given)
     # the package's first import, so that torch comes after it
     tree = ast.parse((ROOT / "gcnzc" / "__init__.py").read_text())
     froms = [node for node in tree.body if isinstance(node, ast.ImportFrom)]

@@ -5,7 +5,6 @@ import torch
 
 from gcnzc.exchange import Group
 from gcnzc.models import gnn
-from gcnzc.system.host_memory import total_bytes
 from gcnzc.train import memory
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.memory import check_memory, footprint_of
@@ -45,19 +44,3 @@ def test_a_run_is_refused_only_beyond_what_the_machine_has(monkeypatch):
     monkeypatch.setattr(memory, "total_bytes", lambda: needs - 1)
     with pytest.raises(RuntimeError, match=r"not enough memory(.|\n)*hint: "):
         check_memory(found, CPU, Group())
-
-
-def test_limits_of_control_groups_count(tmp_path):
-    proc, groups = tmp_path / "proc", tmp_path / "groups"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal: 1000 kB\nSwapTotal: 100 kB\n")
-    (proc / "self" / "cgroup").write_text("0::/mine\n")
-    (groups / "mine").mkdir(parents=True)
-    assert total_bytes(proc, groups) == 1100 * 1024
-    (groups / "mine" / "memory.max").write_text("5000\n")
-    (groups / "mine" / "memory.swap.max").write_text("70\n")
-    assert total_bytes(proc, groups) == 5070
-    (proc / "self" / "cgroup").write_text("4:memory:/docker/1f\n0::/mine\n")
-    (groups / "memory").mkdir()
-    (groups / "memory" / "memory.memsw.limit_in_bytes").write_text("4000\n")
-    assert total_bytes(proc, groups) == 4000

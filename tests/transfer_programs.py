@@ -1,4 +1,4 @@
-"""Random programs of `Transfer` and of `Loader` on a device that a happens-before checker watches.
+"""Random programs of `Transfer` and the loaders on a device that a happens-before checker watches.
 
 A program is a function of its seed: sizes, the kind of the table, the share of copied rows, the
 numbers of threads and of pending batches, the streams that read batches, which batches are dropped,
@@ -13,16 +13,21 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
 import torch
+from bits import tensors_of
 from checked_device import Device, Failed, replacements
 from cooperative_threads import Channel, Schedule, replaced
 
 from gcnzc.features.cache import cached
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
+from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.kernels.gather.cached_rows import CachedRows
+from gcnzc.loader import HeteroLoader
 from gcnzc.loader import loader as loader_module
 from gcnzc.loader import transfer as transfer_module
+from gcnzc.sampling import HeteroLinkSampler, HeteroSampler
 from gcnzc.sampling.batch import Batch, Block
 
 NUM_NODES, NUM_COLUMNS = 64, 6
@@ -59,8 +64,6 @@ def row_of(kind, node):
 
 def table_on(device, kind):
     """Return a table whose parts on the device are still being written by the model's stream."""
-    if kind is None:
-        return None
     table, written = host_table(kind), []
 
     def on_device(values):
@@ -79,22 +82,13 @@ def table_on(device, kind):
     return table
 
 
-def tensors_of(batch):
-    """Return every tensor of a batch."""
-    found = [batch.nodes, batch.seeds, batch.x, batch.y, batch.pairs]
-    for block in batch.blocks:
-        found += [block.indptr, block.indices, block.nodes, block.edge_ids, block.degrees]
-    return [tensor for tensor in found if tensor is not None]
-
-
 class Program:
     """What programs have in common: streams that read batches, and the ends of batches."""
 
     def __init__(self, seed, without=None):
         self.draw = draw = random.Random(f"program {seed}")
-        self.device = Device(seed, without)
-        self.schedule = Schedule.active = self.device.schedule
-        self.schedule.device = self.device
+        self.device = checked(seed, without)
+        self.schedule = self.device.schedule
         self.kind = draw.choice(KINDS)
         self.share = {"sparse": 1.0, "on the device": 0.0}.get(
             self.kind, draw.choice([0.0, 0.0, 0.3, 0.6, 1.0])
@@ -106,15 +100,18 @@ class Program:
         self.num_read, self.error = 0, None
 
     def table(self):
-        """Return the table; from now on the device may fail."""
-        table = table_on(self.device, self.kind)
+        """Return the features on the device; from now on the device may fail."""
+        table = self.features(lambda kind: table_on(self.device, kind))
         if self.draw.random() < 0.2:
             self.device.fails_in = self.draw.randrange(100)
         return table
 
+    def features(self, make):
+        """Return a table that `make` returns for its kind, or a dict by node type."""
+        return None if self.kind is None else make(self.kind)
+
     def start(self, name, work, *args):
         """Start a thread."""
-
         self.schedule.start(name, lambda: work(*args))
 
     def use(self, batch, reader):
@@ -125,7 +122,7 @@ class Program:
             self.check(batch)
             if batch.x is not None and self.draw.random() < 0.3:
                 # activations in place
-                self.device.write(batch.x)
+                self.device.write(*tensors_of(batch.x))
 
         reader.do(work)
         if self.draw.random() < 0.2:
@@ -264,16 +261,15 @@ class LoaderProgram(Program):
     """A loader whose iterators are read by one or more threads."""
 
     def run(self):
-        draw, device = self.draw, self.device
-        table = self.table()
-        loader = self.loader(table)
-        loader._transfer = transfer_module.Transfer(
-            device, table, self.share, max_pending=loader.ahead + 1
-        )
-        loader._host_pool = loader.sampler.pool = loader._transfer.host
+        draw, table = self.draw, self.table()
+        options = self.options()
+        loader = send_through(self.loader(table, options), self.device, table, self.share)
+        # minibatches on the host
+        self.reference = self.loader(self.features(host_table), options)
+        self.reference._host_pool = self.reference.sampler.pool = PlainMemory
         self.start("dropper", self.drop_others)
-        for epoch in range(draw.randint(1, 2)):
-            loader.set_epoch(epoch)
+        for self.epoch in range(draw.randint(1, 2)):
+            loader.set_epoch(self.epoch)
             iterator, ended = iter(loader), []
             limit = draw.choice([1, 3, 100, 100])
             for number, reader in enumerate(self.readers):
@@ -289,17 +285,26 @@ class LoaderProgram(Program):
         del loader, table
         gc.collect()
 
-    def loader(self, table):
-        """Return a loader for the CPU."""
+    def options(self):
+        """Return random options of a loader for the CPU."""
         draw = self.draw
-        return loader_module.Loader(
-            *(graph(), table, torch.arange(0, NUM_NODES, 2), [2, 2][: draw.randint(1, 2)]),
-            batch_size=draw.choice([3, 5, 8, 16]),
-            labels=torch.arange(NUM_NODES) if draw.random() < 0.5 else None,
-            threads=draw.randint(1, 3),
-            ahead=draw.randint(1, 4),
-            in_degrees=draw.random() < 0.5,
-        )
+        return {
+            "fanouts": [2, 2][: draw.randint(1, 2)],
+            "batch_size": draw.choice([3, 5, 8, 16]),
+            "labels": torch.arange(NUM_NODES) if draw.random() < 0.5 else None,
+            "threads": draw.randint(1, 3),
+            "ahead": draw.randint(1, 4),
+            "in_degrees": draw.random() < 0.5,
+        }
+
+    def loader(self, table, options):
+        seeds = torch.arange(0, NUM_NODES, 2)
+        return loader_module.Loader(graph(), table, seeds, **options)
+
+    def check(self, batch):
+        expected = tensors_of(self.reference._prepare(batch.items, self.epoch))
+        for found, wanted in zip(tensors_of(batch), expected, strict=True):
+            assert torch.equal(found, wanted)
 
     def read(self, iterator, reader, limit, ended):
         self.device.set_current(reader)
@@ -317,6 +322,99 @@ class LoaderProgram(Program):
         ended.append(True)
 
 
+class PlainMemory:
+    """Allocates without the lock of a pool, at which threads would change."""
+
+    empty = staticmethod(lambda shape, dtype=torch.float32: torch.empty(shape, dtype=dtype))
+
+
+class TypedLoaderProgram(LoaderProgram):
+    """A loader of a graph with several node types."""
+
+    def features(self, make):
+        kinds = self.kinds
+        return {name: make(kind) for name, kind in kinds.items() if kind is not None}
+
+    def table(self):
+        self.kinds = {"user": self.kind, "item": self.draw.choice(KINDS), "city": "float32"}
+        fixed = {"sparse": 1.0, "on the device": 0.0}
+        self.share = {name: fixed.get(kind, self.share) for name, kind in self.kinds.items()}
+        return super().table()
+
+    def options(self):
+        draw = self.draw
+        return {
+            "kind": draw.choice([*TYPED]),
+            "hops": draw.randint(1, 2),
+            "batch_size": draw.choice([3, 5, 8]),
+            "threads": draw.randint(1, 3),
+            "ahead": draw.randint(1, 4),
+        }
+
+    def loader(self, tables, options):
+        return typed_loader(**options, tables=tables)
+
+
+# options of the sampler
+TYPED = {
+    "nodes": {},
+    "without edge ids": {"edge_ids": False},
+    "disjoint": {"disjoint": True},
+    "temporal": {"temporal": "last", "time": "edge"},
+    "bidirectional": {"subgraph_type": "bidirectional"},
+    "induced": {"subgraph_type": "induced"},
+    "links": {},
+    "temporal links": {"temporal": "uniform", "time": "edge"},
+}
+BUYS = ("user", "buys", "item")
+
+
+@lru_cache(maxsize=1)
+def typed_graph():
+    """A graph with a node type that no minibatch has, and one that few have."""
+    draw = np.random.default_rng(4)
+    pairs, times = draw.integers(0, NUM_NODES, (2, 300)), draw.integers(0, 50, 300)
+    few = np.stack([draw.integers(0, 8, 20), draw.integers(0, NUM_NODES, 20)])
+    return HeteroGraph.from_arrays(
+        {"user": NUM_NODES, "item": NUM_NODES, "shop": 8, "city": NUM_NODES},
+        {
+            BUYS: {"edge_index": pairs, "time": times},
+            ("item", "rev_buys", "user"): {"edge_index": pairs[::-1], "time": times},
+            ("user", "knows", "user"): {"edge_index": draw.integers(0, NUM_NODES, (2, 150))},
+            ("shop", "sells", "item"): {"edge_index": few},
+            ("shop", "visits", "shop"): {"edge_index": draw.integers(0, 8, (2, 9))},
+        },
+    )
+
+
+def typed_loader(kind="nodes", hops=2, batch_size=8, **options):
+    """Return a loader of typed minibatches of a kind of `TYPED`."""
+    sampler = HeteroSampler(typed_graph(), [2] * hops, seed=1, **TYPED[kind])
+    if "links" in kind:
+        items = torch.arange(0, 300, 12)
+        return HeteroLoader(HeteroLinkSampler(sampler, BUYS), items, batch_size, **options)
+    ids = torch.arange(0, NUM_NODES, 3)
+    if kind == "temporal":
+        options["seed_times"] = torch.arange(len(ids)) * 2
+    labels = torch.arange(2 * len(ids)).view(-1, 2)
+    return HeteroLoader(sampler, ("user", ids), batch_size, labels=labels, **options)
+
+
+def send_through(loader, device, table, share):
+    """Let a loader for the CPU send its minibatches through the streams of a device."""
+    loader._transfer = transfer_module.Transfer(device, table, share, max_pending=loader.ahead + 1)
+    loader._host_pool = loader.sampler.pool = loader._transfer.host
+    return loader
+
+
+def checked(seed, without=None):
+    """Return a device whose schedule the replaced threads, locks and queues use."""
+    device = Device(seed, without)
+    Schedule.active = device.schedule
+    device.schedule.device = device
+    return device
+
+
 @contextmanager
 def replaced_threads():
     """Let programs run: replace threads, locks and queues.
@@ -326,7 +424,7 @@ def replaced_threads():
     gc.disable()
     try:
         with replaced(*replacements()):
-            for kind in (TransferProgram, LoaderProgram):
+            for kind in (TransferProgram, LoaderProgram, TypedLoaderProgram):
                 # what is loaded at the first use exists until the end, and need not be searched
                 run(kind, 0)
             gc.collect()

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from bench.docs.table import Cells, Line, Row, Table, by_key, in_bytes, read, significant, spread
 from bench.network.collectives import BUILTIN, MESSAGES
-from gcnzc.exchange.collectives import COLLECTIVES
+from gcnzc.exchange import collectives
 
 LINKS = {"delay": "1 ms of delay", "slow": "100 Mbit/s", "unlimited": "no limit"}
 RATES = (10.0, 100.0, 1000.0)
@@ -54,7 +54,7 @@ def collective(row: Row) -> dict[str, object]:
 
 def default_algorithm(kind: str, num_bytes: int) -> str:
     """Return the algorithm of a collective that a rank waits for."""
-    return BUILTIN if num_bytes > COLLECTIVES[kind].small_bytes else MESSAGES[kind]
+    return BUILTIN if num_bytes > getattr(collectives, kind).small_bytes else MESSAGES[kind]
 
 
 def default_lines() -> Iterator[Line]:

@@ -61,6 +61,26 @@ def faults(x: Row) -> Cells:
     }
 
 
+@Table("coverage", "arguments", "bench.robustness.mutants cover FOLDER")
+def coverage(x: Row) -> Cells:
+    """Statements of functions that the tests run, without compiled functions."""
+    return {"statements": x.statements, "run": x.run, "share": f"{x.share:.1%}"}
+
+
+@Table("mutants", "group", "bench.robustness.mutants run FOLDER")
+def mutants(x: Row) -> Cells:
+    """Mutants of each group of packages, and what the tests say of them."""
+    return {
+        "group": x.group,
+        "mutants": x.mutants,
+        "detected": x.detected,
+        "survived": len(x.survivors),
+        "more than 60 s": len(x.too_slow),
+        "no test runs the line": len(x.without_tests),
+        "share": f"{x.share:.0%}",
+    }
+
+
 def test_lines() -> Iterator[Line]:
     """Yield the ten longest tests of the newest run."""
     run = read("test_durations")[-1]

@@ -38,7 +38,7 @@ from gcnzc.exchange import (
     Sum,
 )
 from gcnzc.exchange.collectives import AllReduce, Collective
-from gcnzc.exchange.request_log import Entry
+from gcnzc.exchange.engine import Entry
 from gcnzc.exchange.requests import yield_request
 
 MODULE = "bench.network.collectives"

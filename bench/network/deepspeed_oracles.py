@@ -35,7 +35,7 @@ from gcnzc.compress.reducer import count_not_finite, describe_non_finite
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Group
 from gcnzc.optim import OneBitAdam, OneBitLamb, Replicated
 from gcnzc.optim.method import SkipStep
-from gcnzc.optim.state import Errors, Field, Vector
+from gcnzc.optim.state import Errors, Field, vector
 
 
 @dataclass(frozen=True)
@@ -230,9 +230,9 @@ class ZeroOneAdamDeepSpeed(Replicated):
         group: group of all workers; None for the default group of torch.distributed.
     """
 
-    momentum: Tensor
-    variance: Tensor
-    accumulated: Tensor
+    momentum: Tensor = vector()
+    variance: Tensor = vector()
+    accumulated: Tensor = vector()
 
     def __init__(
         self,
@@ -253,13 +253,13 @@ class ZeroOneAdamDeepSpeed(Replicated):
 
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`."""
-        count = self.flat.num_elements
-        vectors = [Vector(self, name, count) for name in ("momentum", "variance", "accumulated")]
+        compress, count = PaddedSign(self.flat.layers()), self.flat.num_elements
         # errors of gradients do not apply to sums of updates
         signs = [
-            Errors(self, name, PaddedSign(self.flat.layers()), count) for name in ("signs", "sums")
+            Errors(owner=self, name=name, compress=compress, size=count)
+            for name in ("signs", "sums")
         ]
-        return [*super().declare(), *vectors, *signs]
+        return [*super().declare(), *signs]
 
     @torch.no_grad()
     def update(self, values: Tensor) -> Algorithm[None]:

@@ -10,7 +10,7 @@ Notation: W ranks.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -119,15 +119,6 @@ class SharedLinks(SimulatedNetwork):
         # when rates are computed next, and how often they were
         self.shares_at, self.version = -1.0, 0
 
-    def connect(
-        self,
-        schedule: Callable[[float, Callable[[float], None]], None],
-        end_send: Callable[[SentMessage], None],
-        set_arrival: Callable[[SentMessage, float], None],
-    ) -> None:
-        """Prepare for a simulation; see `SimulatedNetwork`."""
-        self.schedule, self.end_send, self.set_arrival = schedule, end_send, set_arrival
-
     def send(
         self, sender: int, receiver: int, num_bytes: int, now: float
     ) -> tuple[float, float, float]:
@@ -150,7 +141,7 @@ class SharedLinks(SimulatedNetwork):
         self.started_at[sender] = begin
         names: list[Resource] = [("out", sender), ("in", receiver), (sender, receiver)]
         transfer = Transfer(message, [name for name in names if name in self.limits])
-        self.schedule(begin, lambda at: self._enqueue(transfer, at))
+        self.simulation.schedule(begin, lambda at: self._enqueue(transfer, at))
 
     def _delay_s(self, sender: int, receiver: int) -> float:
         pair = self.of_pair.get((sender, receiver))
@@ -166,7 +157,7 @@ class SharedLinks(SimulatedNetwork):
         # after all changes at this time
         if len(queue) == 1 and self.shares_at != now:
             self.shares_at = now
-            self.schedule(now, self._share)
+            self.simulation.schedule(now, self._share)
 
     def _update(self, now: float) -> None:
         """Account for the bytes of active messages that have left until `now`."""
@@ -189,7 +180,7 @@ class SharedLinks(SimulatedNetwork):
             ends = [now + (each.left - self._left_later(each)) / each.rate for each in active]
             first, version = min(ends), self.version
             due = [each for each, end in zip(active, ends, strict=True) if end == first]
-            self.schedule(first, lambda at: self._advance(due, version, at))
+            self.simulation.schedule(first, lambda at: self._advance(due, version, at))
 
     def _left_later(self, transfer: Transfer) -> float:
         """Return how many bytes are left at its next change: in the send buffer, or none."""
@@ -228,10 +219,10 @@ class SharedLinks(SimulatedNetwork):
             if not transfer.left:
                 self.queues[transfer.connection].popleft()
                 sender, receiver, _ = transfer.connection
-                self.set_arrival(transfer.message, now + self._delay_s(sender, receiver))
+                self.simulation.set_arrival(transfer.message, now + self._delay_s(sender, receiver))
         self._share(now)
 
     def _end_send(self, transfer: Transfer) -> None:
         transfer.is_sent = True
         transfer.message.sent_at = self.now
-        self.end_send(transfer.message)
+        self.simulation.end_send(transfer.message)

@@ -20,13 +20,8 @@ import torch
 from torch import Tensor
 
 from gcnzc.compress.reducer import WorkerInfo, count_not_finite, describe_non_finite
-from gcnzc.compress.sparse import (
-    SparseCompression,
-    SparseReducer,
-    check_fraction,
-    count_elements,
-)
-from gcnzc.compress.trailers import make_trailer, read_trailers
+from gcnzc.compress.sparse import SparseCompression, SparseReducer, check_fraction, count_elements
+from gcnzc.compress.two_stage import make_trailer, read_trailers
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, Sum
 from gcnzc.kernels.codec.random_indices import draw_index, draw_indices
 from gcnzc.kernels.finite import are_finite
@@ -37,15 +32,19 @@ from gcnzc.system.scalars import read_scalars
 SEED_BITS = 32
 
 
+@dataclass(frozen=True)
 class RandomSelection(SparseCompression):
     """The base of compressions whose elements are selected by a hash."""
 
-    density: float
+    density: float = 0.05
     """fraction of the elements that are sent, above 0; at least one element is sent"""
-    seed: int
+    seed: int = 0
     """seed of the selection, in [0, 2**32)"""
-    same: bool = True
-    """whether the selection is the same on all ranks"""
+    error_feedback: bool = True
+    """whether the elements that are not sent are added to the next vector; otherwise those that are
+    sent are multiplied by n / K, so that the expected value of the result is the mean"""
+
+    is_reduced = True
 
     def __post_init__(self) -> None:
         check_fraction("density", self.density)
@@ -68,11 +67,6 @@ class RandomSelection(SparseCompression):
         """See `Compression`."""
         return RandomReducer(num_elements, worker, self)
 
-    @property
-    def is_reduced(self) -> bool:  # type: ignore[override]
-        """See `Compression`."""
-        return self.same
-
     def message_bytes(self, num_elements: int, worker: WorkerInfo, extras: int) -> int:
         """See `Compression`."""
         return 4 * (count_elements(num_elements, self.density) + 1 + extras)
@@ -86,16 +80,14 @@ class RandomK(RandomSelection):
         ValueError: an option is not one of those below.
     """
 
-    density: float = 0.05
-    """fraction of the elements that are sent, above 0; at least one element is sent"""
-    seed: int = 0
-    """seed of the selection, in [0, 2**32)"""
     same: bool = True
     """whether all ranks select the same elements, whose sums are then all-reduced; otherwise the
     elements of all ranks are gathered"""
-    error_feedback: bool = True
-    """whether the elements that are not sent are added to the next vector; otherwise those that are
-    sent are multiplied by n / K, so that the expected value of the result is the mean"""
+
+    @property
+    def is_reduced(self) -> bool:  # type: ignore[override]
+        """See `Compression`."""
+        return self.same
 
     def select(self, num_elements: int, step: int, rank: int) -> Tensor:
         """See `RandomSelection`."""
@@ -113,14 +105,6 @@ class RandomBlock(RandomSelection):
     Raises:
         ValueError: an option is not one of those below.
     """
-
-    density: float = 0.05
-    """fraction of the elements that are sent, above 0; at least one element is sent"""
-    seed: int = 0
-    """seed of the selection, in [0, 2**32)"""
-    error_feedback: bool = True
-    """whether the elements that are not sent are added to the next vector; otherwise those that are
-    sent are multiplied by n / K, so that the expected value of the result is the mean"""
 
     def select(self, num_elements: int, step: int, rank: int) -> Tensor:
         """See `RandomSelection`."""
@@ -151,7 +135,7 @@ class RandomReducer(SparseReducer):
         """See `SparseReducer`."""
         indices = self.select(self.worker.rank)
         sent = vector[indices] * self.factor
-        if self.options.same:
+        if self.options.is_reduced:
             return (yield from self._reduce(vector, extras, bad, indices, sent))
         sent = sent.float()
         bad = bad.where(bad > 0, count_not_finite(sent))

@@ -3,19 +3,15 @@
 import re
 from collections.abc import Callable
 
-import torch
-
 from gcnzc.compress.blocks import NUMBER_FORMATS, Blocks
 from gcnzc.compress.dense import Dense
 from gcnzc.compress.random_k import RandomBlock, RandomK
 from gcnzc.compress.reducer import Compression
-from gcnzc.compress.sign import Sign
 from gcnzc.compress.threshold import Threshold
 from gcnzc.compress.top_k import TopK
+from gcnzc.compress.two_stage import Sign
+from gcnzc.compress.value_formats import DTYPES
 from gcnzc.system.arguments import check_kind
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
 
 # block sizes other than 256: codes that are powers of two have a wide range, so they are as
 # accurate with fewer scales
@@ -72,12 +68,12 @@ def compression(name: str) -> Compression:
     raise ValueError(f"no compression {name!r}\n\nhint: use one of {', '.join(NAMES)}")
 
 
-def check_compression(compress: object, name: str = "compress") -> None:
+def check_compression(name: str, compress: object) -> None:
     """Check an argument of an optimizer that is a compression.
 
     Args:
+        name: of the argument.
         compress: the argument.
-        name: its name.
 
     Raises:
         TypeError: it is neither a `Compression` nor None, such as a name.

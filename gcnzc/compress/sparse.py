@@ -37,12 +37,6 @@ def check_fraction(name: str, value: object) -> None:
     check_number(name, value, lambda number: 0 < number <= 1, "above 0 and at most 1, as 0.01")
 
 
-def check_per(per: object) -> None:
-    """Check the option `per` of `SegmentedCompression`."""
-    if per not in ("layer", "all"):
-        check_integer("per", per, 1, hint="'layer', 'all', or the elements of a chunk, as 4096")
-
-
 class SparseCompression(Compression):
     """The base of sparse compressions."""
 
@@ -71,6 +65,12 @@ class SegmentedCompression(SparseCompression):
     """fraction of the elements of a segment that are sent; at least one is"""
     per: Per
     """"layer" for a segment per layer, "all" for one segment, or the elements of a segment"""
+
+    def __post_init__(self) -> None:
+        check_fraction("density", self.density)
+        if self.per not in ("layer", "all"):
+            hint = "'layer', 'all', or the elements of a chunk, as 4096"
+            check_integer("per", self.per, 1, hint=hint)
 
     def segments(self, num_elements: int, layers: Sequence[int] = ()) -> Segments:
         """Return the segments of a vector, and the number of elements sent of each.

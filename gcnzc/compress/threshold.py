@@ -29,14 +29,8 @@ import torch
 from torch import Tensor
 
 from gcnzc.compress.reducer import WorkerInfo, count_not_finite
-from gcnzc.compress.sparse import (
-    Per,
-    SegmentedCompression,
-    SparseReducer,
-    check_fraction,
-    check_per,
-)
-from gcnzc.compress.trailers import make_trailer, read_trailers
+from gcnzc.compress.sparse import Per, SegmentedCompression, SparseReducer
+from gcnzc.compress.two_stage import make_trailer, read_trailers
 from gcnzc.exchange import Algorithm, AllGather, AllToAll
 from gcnzc.kernels.codec.index_codes import code_bytes, pack_indices, unpack_indices
 from gcnzc.kernels.codec.selection import Segments, count_above, select_above, select_largest
@@ -68,8 +62,7 @@ class Threshold(SegmentedCompression):
     """whether the elements that are not sent are added to the next vector"""
 
     def __post_init__(self) -> None:
-        check_fraction("density", self.density)
-        check_per(self.per)
+        super().__post_init__()
         check_integer("refresh", self.refresh, 1)
 
     def reducer(self, num_elements: int, worker: WorkerInfo) -> "ThresholdReducer":

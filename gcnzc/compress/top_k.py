@@ -21,20 +21,9 @@ import torch
 from torch import Tensor
 
 from gcnzc.compress.reducer import WorkerInfo, count_not_finite
-from gcnzc.compress.sparse import (
-    Per,
-    SegmentedCompression,
-    SparseReducer,
-    check_fraction,
-    check_per,
-)
-from gcnzc.compress.trailers import make_trailer, read_trailers
-from gcnzc.compress.value_formats import (
-    VALUE_FORMATS,
-    decode_values,
-    encode_values,
-    value_bytes,
-)
+from gcnzc.compress.sparse import Per, SegmentedCompression, SparseReducer, check_fraction
+from gcnzc.compress.two_stage import make_trailer, read_trailers
+from gcnzc.compress.value_formats import VALUE_FORMATS, decode_values, encode_values, value_bytes
 from gcnzc.exchange import Algorithm, AllGather
 from gcnzc.kernels.codec.index_codes import code_bytes, pack_indices, unpack_indices
 from gcnzc.kernels.codec.selection import select_largest
@@ -70,8 +59,7 @@ class TopK(SegmentedCompression):
     """factor of the error when it is added, above 0 and at most 1"""
 
     def __post_init__(self) -> None:
-        check_fraction("density", self.density)
-        check_per(self.per)
+        super().__post_init__()
         check_choice("value_format", self.value_format, VALUE_FORMATS)
         check_fraction("error_decay", self.error_decay)
 

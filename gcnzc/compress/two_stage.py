@@ -14,23 +14,26 @@ collectives for any number of parameters; the scales of blocks and the extras ar
 messages.
 
 A non-finite element makes its block's scale non-finite. Each rank also sends its count of
-non-finite elements. Both stages always run; then all ranks read these counts, and whether the
-mean of each part is finite, with one device synchronization. The errors are updated last, and only
-if everything is finite.
+non-finite elements, in the trailer of its messages. Both stages always run; then all ranks read
+these counts, and whether the mean of each part is finite, with one device synchronization. The
+errors are updated last, and only if everything is finite.
 
 Notation: n elements, W ranks, k extras.
 """
 
 from abc import abstractmethod
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gcnzc.compress.reducer import Compression, Reducer, WorkerInfo
-from gcnzc.compress.trailers import make_trailer, read_trailers
+from gcnzc.compress.reducer import Compression, Reducer, WorkerInfo, describe_non_finite
 from gcnzc.exchange import Algorithm, AllGather, AllToAll
+from gcnzc.kernels.codec import signs
 from gcnzc.kernels.codec.block_layout import BlockLayout
+from gcnzc.system.arguments import check_choice
+from gcnzc.system.scalars import read_scalars
 
 
 class Encoding(NamedTuple):
@@ -192,3 +195,82 @@ class TwoStageReducer(Reducer):
             bad &= self.active
         # a finite element may overflow in a shorter dtype or with its error, so count at least one
         return bad.sum().clamp(min=1).float().where(~is_finite, 0.0)[None]
+
+
+def make_trailer(bad: Tensor, extras: Tensor) -> Tensor:
+    """Return (1 + k,) float32: the numbers that a rank sends with the elements of a vector.
+
+    Args:
+        bad: () or (1,), the number of elements that are not finite.
+        extras: (k,).
+    """
+    return torch.cat([bad.float().view(1), extras.float()])
+
+
+def read_trailers(reducer: Reducer, trailers: Tensor, extras: Tensor, *flags: Tensor) -> str:
+    """Read the trailers of all ranks, and write the sums of the extras if all are finite.
+
+    Args:
+        reducer: gets the sums on the host, as `extra_sums`.
+        trailers: (W, 1 + k), see `make_trailer`.
+        extras: (k,), overwritten.
+        flags: () bool, read together with the trailers: whether there is a mean.
+
+    Returns:
+        Why there is no mean; empty if there is.
+    """
+    bad = trailers[:, 0] + (~trailers.isfinite()).sum(dim=1)
+    sums = trailers[:, 1:].sum(dim=0)
+    counts, extra_sums, *found = read_scalars(bad, sums, *flags)
+    if any(counts) or not all(flag for (flag,) in found):
+        return describe_non_finite(counts)
+    extras.copy_(sums)
+    reducer.extra_sums = extra_sums
+    return ""
+
+
+@dataclass(frozen=True)
+class Sign(Codec):
+    """Signs with one scale per block and error feedback, as in 1-bit Adam (Tang et al., 2021).
+
+    A zero counts as positive. Each rank computes the mean of one part of the vector.
+    `gcnzc.kernels.codec.block_layout` describes the rows: the encoded parts of a vector.
+
+    Raises:
+        ValueError: an option is not one of those below.
+    """
+
+    block: int | None = 4096
+    """number of elements that share a scale, a multiple of 32; None for one scale per part"""
+    scale: Literal["rms", "l1"] = "rms"
+    """a block's scale: "rms", the root mean square of its elements, or "l1", their mean absolute
+    value"""
+    has_feedback: bool = True
+    """whether to use error feedback: the compression error of a vector is added to the next vector,
+    and that of a mean to the next mean"""
+
+    def __post_init__(self) -> None:
+        check_choice("scale", self.scale, ("rms", "l1"))
+        # the layout checks the block size
+        self.block_layout(0, 1)
+
+    @property
+    def scale_elements(self) -> int | None:
+        """See `Compression`."""
+        return self.block
+
+    def block_layout(self, num_elements: int, parts: int) -> BlockLayout:
+        """See `Codec`."""
+        return BlockLayout(num_elements, parts, 1, self.block)
+
+    def encode(self, own: Encoding, random_counter: tuple[int, int]) -> None:
+        """See `Codec`; signs are deterministic, so `random_counter` is not used."""
+        signs.encode_signs(*own, self.scale)
+
+    def update_error(self, own: Encoding) -> None:
+        """See `Codec`."""
+        signs.update_error_signs(*own)  # type: ignore[arg-type]
+
+    # the arguments of the kernels are those of `Codec`
+    decode_mean = staticmethod(signs.mean_of_signs)
+    decode = staticmethod(signs.decode_signs)

@@ -12,12 +12,12 @@ from gcnzc.exchange.collectives import (
     Sum,
     among,
 )
+from gcnzc.exchange.engine import Ledger
 from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.group import Group, current_group
 from gcnzc.exchange.init import init_group
 from gcnzc.exchange.launch import is_worker
-from gcnzc.exchange.process_engine import run
-from gcnzc.exchange.request_log import Ledger
+from gcnzc.exchange.processes import run
 from gcnzc.exchange.requests import (
     Abandon,
     Algorithm,
@@ -29,15 +29,13 @@ from gcnzc.exchange.requests import (
     Now,
     ReadKeys,
     Receive,
-    ReceiveAny,
     Request,
-    Scratch,
     Send,
     Start,
     Wait,
     WaitForKey,
 )
-from gcnzc.exchange.simulated_network import Crash, Link, Outcome, SizeOnly, SlowDown
+from gcnzc.exchange.simulated_network import Crash, Link, Outcome, SlowDown
 from gcnzc.exchange.simulation import lockstep
 
 __all__ = [
@@ -61,14 +59,11 @@ __all__ = [
     "Outcome",
     "ReadKeys",
     "Receive",
-    "ReceiveAny",
     "ReduceScatter",
     "Request",
     "RequestMismatch",
-    "Scratch",
     "Send",
     "SendReceive",
-    "SizeOnly",
     "SlowDown",
     "Start",
     "Sum",

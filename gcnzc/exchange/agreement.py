@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from gcnzc.exchange.request_log import Header, Need, RequestLog
+from gcnzc.exchange.engine import Header, Need, RequestLog
 from gcnzc.exchange.requests import Request
 from gcnzc.exchange.store import Store, StoreThread
 
@@ -81,8 +81,8 @@ def find_difference(ranks: tuple[int, int], sequence: str, one: Header, other: H
         (first, one.sent, second, other.expected),
         (second, other.sent, first, one.expected),
     ):
-        sent = all_sent.get(receiver, "nothing")
-        expected = all_expected.get(sender, "nothing")
+        sent = all_sent.get(str(receiver), "nothing")
+        expected = all_expected.get(str(sender), "nothing")
         if all_expected and sent != expected:
             return (
                 f"request {one.number} of {sequence}, {one.words}: rank {sender} sends {sent} to "
@@ -104,8 +104,7 @@ def mismatch(difference: str) -> RequestMismatch:
 class CurrentWait(NamedTuple):
     """The wait of a rank for a request that has not ended."""
 
-    began_s: float
-    """by `time.perf_counter`"""
+    began_s: float  # by `time.perf_counter`
     request: Request
     find_need: Callable[[], Need | None]
 
@@ -132,10 +131,8 @@ class StallMonitor:
     ) -> None:
         self.store, self.rank, self.log = store, rank, log
         self.find_busy, self.abort = find_busy, abort
-        self.wait: CurrentWait | None = None
-        """set and cleared by the thread that makes requests"""
-        self.verdict = ""
-        """how the ranks' requests differ; empty until a mismatch is found"""
+        self.wait: CurrentWait | None = None  # set and cleared by the thread that makes requests
+        self.verdict = ""  # how the ranks' requests differ; empty until a mismatch is found
         self._num_records = 0
         self._cycle: dict[int, _Record] = {}
         self._requested, self._compared = threading.Event(), threading.Event()
@@ -269,8 +266,7 @@ class StallMonitor:
 class _Record(NamedTuple):
     """The record that a waiting rank writes to the store."""
 
-    number: int
-    """the number of the record, from 1; each publication has the next number"""
+    number: int  # of the record, from 1; each publication has the next number
     began_s: float
     words: str
     need: Need
@@ -288,16 +284,7 @@ class _Record(NamedTuple):
 
 def _parse_record(text: bytes) -> _Record:
     number, began_s, words, need, busy, sequences = json.loads(text)
-    parsed = {
-        # JSON turns integer keys into strings
-        name: [
-            Header(
-                *each[:3], *({int(rank): size for rank, size in part.items()} for part in each[3:])
-            )
-            for each in headers
-        ]
-        for name, headers in sequences.items()
-    }
+    parsed = {name: [Header(*each) for each in headers] for name, headers in sequences.items()}
     return _Record(number, began_s, words, Need(*need), busy, parsed)
 
 

@@ -16,44 +16,44 @@ Operations in MPICH", 2005):
     ring_gather      (W - 1) (α + M/B)
     binomial         ⌈log2 W⌉ (α + M/B)
 
-The last three are gloo's algorithms (`gcnzc.exchange.gloo_algorithms`), which stand for the process
-group in simulations and execute large collectives of some ranks (`among`). gloo sends a message
-only when its receiver has posted the receive, and the notification takes as long as a message;
-since all receives are posted at the start, or in a ring of many ranks those of the next turns, only
-the first round takes 2 α. A message cannot overwrite memory that is still read: the sender computed
-the message from the data that this rank sent from that memory.
+The last three are gloo's algorithms, which stand for the process group in simulations and execute
+large collectives of some ranks (`among`). gloo sends a message only when its receiver has posted
+the receive, and the notification takes as long as a message; since all receives are posted at the
+start, or in a ring of many ranks those of the next turns, only the first round takes 2 α. A message
+cannot overwrite memory that is still read: the sender computed the message from the data that this
+rank sent from that memory.
 """
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gcnzc.exchange.gloo_algorithms import binomial, ring_gather, ring_sum
 from gcnzc.exchange.requests import (
     Algorithm,
     Exchange,
     HeaderFields,
     Receive,
-    Scratch,
     Send,
     Start,
     Wait,
+    describe_dtype,
     describe_size,
-    require,
 )
 
 # size of the cache of header descriptions; a training run has few shapes
 DESCRIPTIONS_KEPT = 4096
+# turns of a ring whose receives are posted ahead
+LOOK_AHEAD = 16
 
 
-class Collective(Exchange):
+class Collective(Exchange, ABC):
     """A request that all ranks make together.
 
     A subclass has the checks of a collective and its messages. Headers and ledgers use the name of
@@ -70,11 +70,6 @@ class Collective(Exchange):
     """the largest one of started requests: a channel's thread shares the GIL with the training
     thread, so on busy cores its messages cost more time than they save"""
 
-    @property
-    def name(self) -> str:
-        """The name of the request, for the ledger and for headers."""
-        return type(self).__name__
-
     def is_builtin(self, *, is_started: bool = False) -> bool:
         """Whether the process group's own collective executes the request, for its size."""
         return self.num_bytes > (self.small_bytes_started if is_started else self.small_bytes)
@@ -84,17 +79,17 @@ class Collective(Exchange):
         return f"{type(self).__name__} of {self.num_bytes:,} bytes"
 
     @property
-    @abstractmethod
     def num_bytes(self) -> int:
         """The bytes of the values on this rank."""
+        return self.values.nbytes
 
-    @abstractmethod
     def check(self, world_size: int) -> None:
-        """Check the request.
+        """Check the request, before other ranks see it.
 
         Raises:
             ValueError: it is invalid, or does not match the number of ranks.
         """
+        return
 
     @abstractmethod
     def messages(self, rank: int, world_size: int, *, is_builtin: bool) -> Algorithm[Any]:
@@ -132,22 +127,15 @@ class TensorCollective(Collective):
     """whether the answer is written to the values"""
 
     @property
-    def num_bytes(self) -> int:
-        """The bytes of the values."""
-        return self.values.nbytes
-
-    @property
     def is_on_gpu(self) -> bool:
-        """See `Exchange`."""
+        """Whether the values are on a GPU."""
         return self.values.is_cuda
 
     def check(self, world_size: int) -> None:
         """Check that the values are contiguous."""
         if not self.values.is_contiguous():
-            raise ValueError(
-                f"{type(self).__name__}: values with strides {tuple(self.values.stride())} are "
-                "not contiguous\n\nhint: copy them with .contiguous()"
-            )
+            strides = tuple(self.values.stride())
+            raise ValueError(f"{self.describe()}: values with strides {strides} are not contiguous")
 
     def describe_header(self) -> HeaderFields:
         """Describe the kind, size and dtype, which must be the same on all ranks."""
@@ -185,7 +173,7 @@ class AllReduce(TensorCollective):
     def check(self, world_size: int) -> None:
         """Check that the values are contiguous, and require no gradient."""
         TensorCollective.check(self, world_size)
-        if getattr(self.values, "requires_grad", False):
+        if self.values.requires_grad:
             raise ValueError(
                 f"{type(self).__name__} of values that require a gradient, which it would change "
                 "in place\n\nhint: give values.detach(), which has the same memory"
@@ -225,18 +213,9 @@ class Mean(AllReduce):
     values: Tensor
     """contiguous, floating-point, of any shape, with the same size and dtype on all ranks"""
 
-    def check(self, world_size: int) -> None:
-        """Check that the values are contiguous and floating-point, and require no gradient."""
-        AllReduce.check(self, world_size)
-        if not self.values.dtype.is_floating_point:
-            raise ValueError(
-                f"Mean of {self.values.dtype}\n\nhint: use a floating-point dtype, or Sum"
-            )
-
     def finish(self, world_size: int) -> Tensor:
         """Divide the sum by the number of ranks, and return it."""
-        self.values.div_(world_size)
-        return self.values
+        return self.values.div_(world_size)
 
 
 def doubling_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
@@ -250,12 +229,12 @@ def doubling_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor
         return values
     pair = None
     if fold.partner >= 0:
-        scratch = values if fold.is_folded else (yield Scratch(values))
+        scratch = values if fold.is_folded else torch.empty_like(values)
         pair = yield Start(Receive(scratch, fold.partner))
     # requests are made here and not by functions, since small sums spend their time with them
     receives = []
     for peer in fold.peers:
-        receives.append((yield Start(Receive((yield Scratch(values)), peer))))
+        receives.append((yield Start(Receive(torch.empty_like(values), peer))))
     if fold.is_folded:
         yield Send(values, fold.partner)
         yield Wait(pair)
@@ -329,35 +308,21 @@ class AllGatherScalar(Collective):
     """sent as int64 or float64; of the same type on all ranks"""
 
     is_on_gpu = False
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of an int64 or float64."""
-        return 8
-
-    def check(self, world_size: int) -> None:
-        """Check that the value is a number that int64 or float64 can represent."""
-        value = self.value
-        is_valid = isinstance(value, Real)
-        if isinstance(value, Integral):
-            is_valid = -(1 << 63) <= int(value) < 1 << 63
-        if not is_valid:
-            raise ValueError(
-                f"AllGatherScalar of {type(value).__name__} {value!r}\n\n"
-                "hint: give a float, or an integer of 64 bits"
-            )
+    num_bytes = 8
 
     def describe_header(self) -> HeaderFields:
         """Describe the dtype, which must be the same on all ranks."""
-        dtype = "float64" if isinstance(self.value, float) else "int64"
-        return f"AllGatherScalar of {dtype}", {}, {}
+        return f"AllGatherScalar of {describe_dtype(self._dtype)}", {}, {}
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.int64 if isinstance(self.value, Integral) else torch.float64
 
     def messages(
         self, rank: int, world_size: int, *, is_builtin: bool
     ) -> Algorithm[tuple[int | float, ...]]:
         """Gather the numbers of all ranks by point-to-point messages."""
-        dtype = torch.float64 if isinstance(self.value, float) else torch.int64
-        number = torch.tensor([self.value], dtype=dtype)
+        number = torch.tensor([self.value], dtype=self._dtype)
         rows = yield from doubling_gather(number, rank, world_size)
         return tuple(rows[:, 0].tolist())
 
@@ -401,11 +366,8 @@ class Broadcast(TensorCollective):
 
     def check(self, world_size: int) -> None:
         """Check that the root is one of the ranks; the values may have any strides."""
-        require(
-            isinstance(self.root, Integral) and 0 <= self.root < world_size,
-            f"Broadcast from rank {self.root!r} of {world_size}",
-            f"ranks are integers from 0 to {world_size - 1}",
-        )
+        if self.root not in range(world_size):
+            raise ValueError(f"Broadcast from rank {self.root!r} of {world_size}")
 
     def describe_header(self) -> HeaderFields:
         """Describe the size, dtype and root, which must be the same on all ranks."""
@@ -461,31 +423,18 @@ class AllToAll(Collective):
     def check(self, world_size: int) -> None:
         """Check that there is a one-dimensional tensor for each rank, and that all have one dtype.
 
-        Args:
-            world_size: W.
-
         Raises:
             ValueError: a part is not one-dimensional, dtypes differ, or there are not W parts or
                 counts.
         """
-        counts, shapes = self.counts, [tuple(part.shape) for part in self.parts]
-        if len(shapes) != world_size or (counts is not None and len(counts) != world_size):
-            lengths = f"{len(shapes)} parts"
-            if counts is not None:
-                lengths += f" and {len(counts)} counts"
-            raise ValueError(
-                f"AllToAll: {lengths} for {world_size} ranks\n\n"
-                "hint: give one part, which may be empty, and one count per rank"
-            )
-        if any(len(shape) != 1 for shape in shapes):
-            raise ValueError(
-                f"AllToAll: parts have the shapes {shapes}\n\n"
-                "hint: give one-dimensional parts, such as part.reshape(-1)"
-            )
-        if len({part.dtype for part in self.parts}) > 1:
-            raise ValueError(
-                "AllToAll: parts of several dtypes\n\nhint: send bytes with .view(torch.uint8)"
-            )
+        counts, parts = self.counts, self.parts
+        if len(parts) != world_size or (counts is not None and len(counts) != world_size):
+            with_counts = "" if counts is None else f" and {len(counts)} counts"
+            raise ValueError(f"AllToAll: {len(parts)} parts{with_counts} for {world_size} ranks")
+        kinds = {(len(part.shape), part.dtype) for part in parts}
+        if kinds != {(1, parts[0].dtype)}:
+            shapes = [tuple(part.shape) for part in parts]
+            raise ValueError(f"AllToAll: parts of several dtypes, or of the shapes {shapes}")
 
     def describe_header(self) -> HeaderFields:
         """Describe the dtype, and the sizes sent to each peer and expected from it."""
@@ -531,11 +480,8 @@ class ReduceScatter(TensorCollective):
     def check(self, world_size: int) -> None:
         """Check that the values are contiguous, and that all shares have the same size."""
         TensorCollective.check(self, world_size)
-        require(
-            self.values.numel() % world_size == 0,
-            f"ReduceScatter: {self.values.numel()} elements for {world_size} ranks",
-            "pad the values to a multiple of the number of ranks",
-        )
+        if (count := self.values.numel()) % world_size:
+            raise ValueError(f"ReduceScatter: {count} elements for {world_size} ranks")
 
     def messages(self, rank: int, world_size: int, *, is_builtin: bool) -> Algorithm[Tensor]:
         """Exchange the shares by direct messages, and add those of this rank, by rank."""
@@ -556,11 +502,12 @@ class ReduceScatter(TensorCollective):
 def _describe_parts(
     dtype: torch.dtype, lengths: tuple[int, ...], counts: tuple[int, ...] | None
 ) -> HeaderFields:
-    name = str(dtype).removeprefix("torch.")
-    words = f"AllToAll of {name}, counts {'not given' if counts is None else 'given'}"
-    sent = {rank: f"{length} {name}" for rank, length in enumerate(lengths)}
-    expected = {rank: f"{count} {name}" for rank, count in enumerate(counts or ())}
-    return words, sent, expected
+    sent, expected = (
+        {str(rank): describe_size(count, dtype) for rank, count in enumerate(each or ())}
+        for each in (lengths, counts)
+    )
+    are_given = "not given" if counts is None else "given"
+    return f"AllToAll of {describe_dtype(dtype)}, counts {are_given}", sent, expected
 
 
 def direct_exchange(
@@ -611,13 +558,13 @@ class SendReceive(TensorCollective):
     def check(self, world_size: int) -> None:
         """Check that the values are contiguous, and that the peer is one of the ranks."""
         TensorCollective.check(self, world_size)
-        what = f"SendReceive with rank {self.peer} of {world_size}"
-        require(0 <= self.peer < world_size, what, "ranks start at 0")
+        if self.peer not in range(world_size):
+            raise ValueError(f"SendReceive with rank {self.peer} of {world_size}")
 
     def describe_header(self) -> HeaderFields:
         """Describe the peer, size and dtype; pairs of ranks may differ in size and dtype."""
         size = describe_size(self.values.numel(), self.values.dtype)
-        return "SendReceive", {self.peer: size}, {self.peer: size}
+        return "SendReceive", {str(self.peer): size}, {str(self.peer): size}
 
     def messages(self, rank: int, world_size: int, *, is_builtin: bool) -> Algorithm[Tensor]:
         """Send the values to the peer, and return those that it sends to this rank."""
@@ -690,8 +637,64 @@ def among(ranks: Sequence[int], rank: int, request: Collective) -> Algorithm[Any
         answer = yield step
 
 
-COLLECTIVES: dict[str, type[Collective]] = {
-    each.__name__: each
-    for each in (Sum, Mean, AllGather, Broadcast, ReduceScatter, AllToAll, SendReceive)
-}
-"""the collectives of tensors, by name"""
+# the algorithms of gloo
+
+
+def ring_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
+    """All-reduce (n,) in place around a ring: the fewest bytes in the most rounds."""
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    parts = values.tensor_split(world_size)
+    # part `turn` is sent in this turn, and part `turn + 1` is received
+    shares = [parts[(rank - turn) % world_size] for turn in range(world_size)]
+    turns = 2 * (world_size - 1)
+    # the first part is the largest
+    scratch = [torch.empty_like(parts[0]) for _ in range(min(LOOK_AHEAD, world_size - 1))]
+
+    def post(turn: int) -> Algorithm[tuple[Tensor, Any]]:
+        if turn < world_size - 1:
+            into = scratch[turn % LOOK_AHEAD][: len(shares[turn + 1])]
+        else:
+            # the whole sum of a share
+            into = shares[turn - world_size + 1]
+        return into, (yield from start_receive(into, before))
+
+    receives: list[tuple[Tensor, Any]] = []
+    for turn in range(min(LOOK_AHEAD, turns)):
+        receives.append((yield from post(turn)))
+    for turn in range(turns):
+        into, receive = receives[turn % LOOK_AHEAD]
+        yield from send_and_wait(shares[turn % world_size], after, receive)
+        if turn < world_size - 1:
+            shares[turn + 1] += into
+        if turn + LOOK_AHEAD < turns:
+            receives[turn % LOOK_AHEAD] = yield from post(turn + LOOK_AHEAD)
+    return values
+
+
+def ring_gather(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
+    """All-gather (n,) to (W, n) around a ring, one row per round."""
+    rows = values.new_empty(world_size, len(values))
+    rows[rank] = values
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    receives = []
+    for turn in range(1, world_size):
+        receives.append((yield from start_receive(rows[(rank - turn) % world_size], before)))
+    for turn, receive in enumerate(receives):
+        yield from send_and_wait(rows[(rank - turn) % world_size], after, receive)
+    return rows
+
+
+def binomial(values: Tensor, root: int, rank: int, world_size: int) -> Algorithm[Tensor]:
+    """Broadcast (n,) down a binomial tree: each round doubles the ranks that have the values."""
+    position = (rank - root) % world_size
+    step = 1
+    while step < world_size and not position & step:
+        step *= 2
+    if position > 0:
+        yield Receive(values, (rank - step) % world_size)
+    step //= 2
+    while step:
+        if position + step < world_size:
+            yield Send(values, (rank + step) % world_size)
+        step //= 2
+    return values

@@ -1,22 +1,24 @@
 """The engine: executes the requests of a rank's algorithms, over processes or in a simulation.
 
 An engine runs tasks: the algorithm of its rank, and what that has started on channels. It knows
-the requests; a subclass is the backend that executes them. Over processes
-(`gcnzc.exchange.process_group`) a handler returns when its request has ended, and tasks on channels
-run in threads. In a simulation (`gcnzc.exchange.simulation`) a task that has to wait returns to the
+the requests, counts and logs them; a subclass is the backend that executes them. Over processes
+(`gcnzc.exchange.processes`) a handler returns when its request has ended, and tasks on channels run
+in threads. In a simulation (`gcnzc.exchange.simulation`) a task that has to wait returns to the
 scheduler, and continues at a later virtual time.
 """
 
+import hashlib
+import threading
 import time
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
-from typing import Any
-
-import torch
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from gcnzc.exchange.collectives import Collective
 from gcnzc.exchange.errors import WorkerLost
-from gcnzc.exchange.request_log import Ledger, RequestLog
 from gcnzc.exchange.requests import (
     DEFAULT_CHANNEL,
     Abandon,
@@ -25,25 +27,156 @@ from gcnzc.exchange.requests import (
     CompareAndSet,
     Compute,
     DeleteKeys,
+    Exchange,
     First,
     Message,
     Now,
     ReadKeys,
     Receive,
-    ReceiveAny,
     Request,
-    Scratch,
     Send,
     Start,
     StoreRequest,
     Wait,
     WaitForKey,
-    check_kind,
-    require,
+    yield_request,
 )
 
-# what a `Start` starts
-STARTED = Collective | Message | Generator
+# requests of each sequence whose headers are kept for comparison; those between two checks of
+# torch's collectives are fewer
+HEADERS_KEPT = 160
+# tag of the message that ends a rank's waits; no header has this tag
+ABORT_TAG = 2**31 - 1
+
+
+@dataclass
+class Entry:
+    """The counters of one kind of request."""
+
+    requests: int = 0
+    messages: int = 0
+    bytes_sent: int = 0
+
+
+@dataclass
+class Ledger:
+    """Counters of one rank, by kind of request; bytes are those of payloads, without headers.
+
+    The threads of channels count too. A request to the store counts the values that the rank sends;
+    the answers are sent by the process that hosts the store.
+    """
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def add(self, kind: str, num_bytes: int = 0, messages: int = 0, requests: int = 0) -> None:
+        """Count requests of a kind, and the messages and bytes that were sent for them."""
+        with self._lock:
+            entry = self.entries.setdefault(kind, Entry())
+            entry.requests += requests
+            entry.messages += messages
+            entry.bytes_sent += num_bytes
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes sent for all kinds of requests."""
+        with self._lock:
+            return sum(entry.bytes_sent for entry in self.entries.values())
+
+    @property
+    def requests(self) -> int:
+        """The number of requests of all kinds."""
+        with self._lock:
+            return sum(entry.requests for entry in self.entries.values())
+
+
+# what ranks compare; see `gcnzc.exchange.agreement`
+
+
+class Header(NamedTuple):
+    """The description of a request, which ranks compare."""
+
+    number: int  # of the request in its sequence, from 1
+    digest: int  # 32-bit checksum of this header and of all before it in the sequence
+    words: str  # kind, dtype, size and caller, which must be the same on all ranks
+    sent: dict[str, str]  # by peer, size and dtype sent to it, if they differ between peers
+    expected: dict[str, str]  # by peer, size and dtype expected from it
+
+
+# the predecessor of the first header of a sequence
+NO_HEADER = Header(0, 0, "", {}, {})
+
+
+class Need(NamedTuple):
+    """The request of a peer that a rank waits for."""
+
+    peer: int
+    sequence: str
+    number: int
+    is_for_all: bool = False  # the rank waits for this request of all ranks; `peer` is one of them
+    # peer, sequence and number of several requests, if one of them is enough
+    alternatives: Sequence[tuple[int, str, int]] = ()
+
+
+class RequestLog:
+    """The requests that one rank has made, as sequences that must be the same on all ranks.
+
+    The collectives of a channel are one sequence. The messages from one rank to another are one
+    sequence.
+    """
+
+    def __init__(self) -> None:
+        self.sequences: dict[str, deque[Header]] = {}
+
+    def find(self, sequence: str, number: int) -> Header | None:
+        """Return the header of a request; None if it is not made yet or no longer kept."""
+        headers = self.sequences.get(sequence)
+        if not headers or not headers[0].number <= number <= headers[-1].number:
+            return None
+        return headers[number - headers[0].number]
+
+    def record(self, sequence: str, request: Exchange | str, caller: str) -> Header:
+        """Add a request to a sequence, and return its header.
+
+        Args:
+            sequence: the name of the sequence.
+            request: the request, or a description of a call that is none.
+            caller: the caller; empty for none.
+        """
+        words, sent, expected = (
+            (request, {}, {}) if isinstance(request, str) else request.describe_header()
+        )
+        if caller:
+            words = f"{words} for {caller}"
+        headers = self.sequences.get(sequence)
+        if headers is None:
+            headers = self.sequences[sequence] = deque(maxlen=HEADERS_KEPT)
+        before = headers[-1] if headers else NO_HEADER
+        digest = zlib.crc32(words.encode(), before.digest)
+        header = Header(before.number + 1, digest, words, sent, expected)
+        headers.append(header)
+        return header
+
+
+def channel_sequence(channel: str | None) -> str:
+    """Return the name of the sequence of a channel's collectives."""
+    return f"channel {channel or 'default'}"
+
+
+def message_tag(header: Header, num_bytes: int) -> int:
+    """Return the tag, below `ABORT_TAG`, of a message of a request."""
+    return zlib.crc32(num_bytes.to_bytes(8, "little"), header.digest) % ABORT_TAG
+
+
+def hash_lines(lines: Sequence[str]) -> int:
+    """Return a 63-bit hash of lines of text, which ranks compare."""
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+# tasks, and the engine that runs them
 
 
 class Task:
@@ -55,18 +188,14 @@ class Task:
         self, algorithm: Algorithm[Any], channel: str | None = None, caller: str = ""
     ) -> None:
         self.algorithm = algorithm
-        self.channel = channel
-        """None for the algorithm of a rank"""
-        self.caller = caller
-        """the name that the algorithm has set by `Caller`"""
-        self.kind = ""
-        """the kind of collective whose messages the algorithm sends; empty for none"""
+        self.channel = channel  # None for the algorithm of a rank
+        self.caller = caller  # the name that the algorithm has set by `Caller`
+        self.kind = ""  # of the collective whose messages the algorithm sends; empty for none
+        # the algorithms that wait for the return value of the one that runs, and their kinds
         self.outer: list[tuple[Algorithm[Any], str]] = []
-        """the algorithms that wait for the return value of the one that runs, and their kinds"""
+        # with which the task continues; of a task that has ended, its result and error
         self.answer: Any = None
-        """the answer with which the task continues; of a task that has ended, its result"""
         self.error: WorkerLost | None = None
-        """raised in the algorithm when the task continues; of one that has ended, its error"""
 
 
 class Engine(ABC):
@@ -87,12 +216,11 @@ class Engine(ABC):
             Caller: self.set_caller,
             Compute: self.compute,
             Now: self.read_clock,
-            Scratch: self.allocate,
             Start: self.start,
             Wait: self.wait,
-            First: self.wait_for_first,
+            First: self.wait_for_any,
             Abandon: self.abandon,
-            **dict.fromkeys((Send, Receive, ReceiveAny), self.run_message),
+            **dict.fromkeys((Send, Receive), self.run_message),
             **dict.fromkeys((CompareAndSet, ReadKeys, DeleteKeys, WaitForKey), self.ask_store),
         }
 
@@ -136,7 +264,7 @@ class Engine(ABC):
         """React to the end of a task."""
         return
 
-    # requests; a simulation has its own time and memory
+    # requests; a simulation has its own time
 
     def set_caller(self, task: Task, request: Caller) -> bool:
         """Execute a `Caller`."""
@@ -145,7 +273,7 @@ class Engine(ABC):
 
     def compute(self, task: Any, request: Compute) -> bool:
         """Execute a `Compute`."""
-        request.sleep()
+        time.sleep(request.seconds)
         return True
 
     def read_clock(self, task: Any, request: Now) -> bool:
@@ -153,13 +281,10 @@ class Engine(ABC):
         task.answer = time.monotonic()
         return True
 
-    def allocate(self, task: Any, request: Scratch) -> bool:
-        """Execute a `Scratch`."""
-        task.answer = torch.empty_like(request.values)
-        return True
-
     def run_message(self, task: Task, message: Message) -> bool:
         """Execute a message."""
+        if not task.kind:
+            message.check(self.rank, self.world_size)
         pending = self.start_message(task, message, task.channel, message)
         return self.wait_for(task, pending, message)
 
@@ -170,60 +295,51 @@ class Engine(ABC):
     def start(self, task: Task, request: Start) -> bool:
         """Execute a `Start`."""
         started, channel = request.request, request.channel
-        check_kind(started, STARTED, "the start of")
-        if isinstance(started, Message) and not channel:
-            task.answer = self.start_message(task, started, task.channel, request)
-            return True
+        if isinstance(started, Message):
+            if not task.kind:
+                started.check(self.rank, self.world_size)
+            if not channel:
+                task.answer = self.start_message(task, started, task.channel, request)
+                return True
+        elif isinstance(started, Collective):
+            started.check(self.world_size)
+        else:
+            check_kind(started, Generator, "the start of")
         channel = channel or DEFAULT_CHANNEL
         self.open_channel(task, channel, request)
-        if isinstance(started, Generator):
-            started = only_in_background(started)
-        if type(started) is Send:
+        if isinstance(started, Send):
             task.answer = self.start_message(task, started, channel, request)
+            return True
+        if isinstance(started, Request):
+            algorithm = yield_request(started)
         else:
-            task.answer = self.start_task(task, started, channel, request)
+            algorithm = only_in_background(started)
+        task.answer = self.start_task(task, algorithm, started, channel, request)
         return True
-
-    def wait_for_first(self, task: Task, request: First) -> bool:
-        """Execute a `First`."""
-        seconds = request.seconds
-        is_limit = seconds is None or seconds >= 0
-        require(is_limit, f"{request.describe()} for {seconds} s", "give at least 0 s, or None")
-        self.check_channels(request, request.pending)
-        return self.wait_for_any(task, request)
 
     def abandon(self, task: Task, request: Abandon) -> bool:
         """Execute an `Abandon`."""
-        self.check_channels(request, [request.pending])
         request.pending.is_abandoned = True
         return True
 
-    def check_channels(self, request: First | Abandon, pending: Any) -> None:
-        """Check that there are started requests, and that all are on channels.
-
-        Raises:
-            ValueError: there are none, or one has no channel.
-        """
-        require(
-            pending and all(getattr(each, "is_on_channel", False) for each in pending),
-            f"{request.describe()}: {'a request has no channel' if pending else 'none is given'}",
-            'start receives with the name of a channel, as Start(Receive(...), "mail")',
-        )
-
     def ask_store(self, task: Task, request: StoreRequest) -> bool:
         """Execute a request to the store, and count it and the values that it sends."""
-        request.check()
-        name, values = type(request).__name__, request.sent_values()
-        self.ledger.count(name)
-        if self.world_size > 1 and values:
-            self.ledger.add(name, sum(map(len, values)))
+        values = request.sent_values() if self.world_size > 1 else ()
+        name = type(request).__name__
+        self.ledger.add(name, sum(map(len, values)), messages=bool(values), requests=1)
         return self.use_store(task, request)
+
+    def run_collective(self, task: Task, request: Any) -> bool:
+        """Execute a collective."""
+        check_kind(request, Collective, "an algorithm yields")
+        request.check(self.world_size)
+        return self.exchange(task, request)
 
     # what a backend implements
 
     @abstractmethod
-    def run_collective(self, task: Any, request: Any) -> bool:
-        """Execute a collective."""
+    def exchange(self, task: Any, request: Collective) -> bool:
+        """Execute a collective, which is valid."""
 
     @abstractmethod
     def start_message(self, task: Any, message: Any, channel: str | None, request: Request) -> Any:
@@ -241,8 +357,10 @@ class Engine(ABC):
         """Open a channel together with the other ranks, unless it is open."""
 
     @abstractmethod
-    def start_task(self, task: Any, started: Any, channel: str, request: Start) -> Any:
-        """Start a collective, a receive or an algorithm on a channel, and return its handle."""
+    def start_task(
+        self, task: Any, algorithm: Algorithm[Any], started: Any, channel: str, request: Start
+    ) -> Any:
+        """Start the algorithm of `started`, what `request` starts, and return its handle."""
 
     @abstractmethod
     def wait_for(self, task: Any, pending: Any, request: Request) -> bool:
@@ -257,6 +375,12 @@ class Engine(ABC):
         """Execute a request to the store."""
 
 
+def check_kind(value: object, kinds: Any, where: str) -> None:
+    """Check the type of a request, or of what a `Start` starts; raises TypeError."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{where} {value!r:.100}")
+
+
 def only_in_background(algorithm: Algorithm[Any]) -> Algorithm[Any]:
     """Check each request of a started algorithm, and return its result."""
     answer: Any = None
@@ -266,7 +390,7 @@ def only_in_background(algorithm: Algorithm[Any]) -> Algorithm[Any]:
             request = algorithm.send(answer) if lost is None else algorithm.throw(lost)
         except StopIteration as stop:
             return stop.value
-        check_kind(request, Collective | Scratch | Compute, "a started algorithm yields")
+        check_kind(request, Collective | Compute, "a started algorithm yields")
         try:
             answer, lost = (yield request), None
         except WorkerLost as error:

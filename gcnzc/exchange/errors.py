@@ -1,16 +1,22 @@
-"""Errors of exchanges between ranks."""
+"""Errors of exchanges between ranks, and their causes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Real
-
-from gcnzc.exchange.requests import require
+from typing import NamedTuple
 
 # default remedy in the message of `WorkerLost`
 REMEDY = "start all workers again, and load the state_dict() and the model that were saved last"
 
 # the reason of the end of a rank without an error
 LEFT = "it has left the group"
+
+
+class Cause(NamedTuple):
+    """Why an exchange failed, or why a rank has ended."""
+
+    text: str = ""  # for messages; empty while a rank is running, or if it reported no reason
+    is_follow_up: bool = False  # the failure of other ranks, or of the store's host, is the cause
+    ranks: Sequence[int] = ()  # the ranks of the default group that the text names
 
 
 class WorkerLost(RuntimeError):
@@ -21,12 +27,8 @@ class WorkerLost(RuntimeError):
     channel, or of a collective, the connections to all ranks are closed.
     """
 
-    reason = ""
+    cause = Cause()
     """why, for the messages of other ranks"""
-    is_follow_up = False
-    """whether other ranks, or the host of the store, are the reason"""
-    reason_ranks: Sequence[int] = ()
-    """the ranks of the default group that the reason names"""
 
 
 class ConnectionBroken(Exception):
@@ -63,25 +65,3 @@ def describe_end(error: BaseException) -> str:
         return LEFT
     lines = str(error).strip().splitlines()
     return ": ".join([type(error).__name__, *lines[:1]])
-
-
-# gloo counts milliseconds
-MIN_LIMIT_S = 1e-3
-# 30 years; larger limits overflow the clocks of torch and Python
-MAX_LIMIT_S = 1e9
-
-
-def check_time_limit(seconds: object) -> float:
-    """Return the `timeout_s` of a group as a float; numpy's numbers are accepted, bool is not.
-
-    Raises:
-        ValueError: it is not a number from `MIN_LIMIT_S` to `MAX_LIMIT_S`.
-    """
-    is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
-    require(
-        is_number and MIN_LIMIT_S <= seconds <= MAX_LIMIT_S,  # type: ignore[operator]
-        f"timeout_s={seconds!r} of a group is invalid",
-        f"give seconds from {MIN_LIMIT_S:g} to {MAX_LIMIT_S:g}, such as 60",
-    )
-    # timedelta rejects numpy's integers and float32
-    return float(seconds)  # type: ignore[arg-type]

@@ -5,8 +5,8 @@ through reused page-locked buffers. With the backend "nccl", which needs one GPU
 executes the requests with tensors on GPUs, and gloo those with tensors on the host.
 """
 
+import itertools
 import os
-import socket
 import threading
 import warnings
 import weakref
@@ -21,16 +21,28 @@ from torch.distributed.distributed_c10d import PrefixStore
 from gcnzc.exchange.agreement import StallMonitor
 from gcnzc.exchange.collectives import AllGatherScalar
 from gcnzc.exchange.engine import Task
-from gcnzc.exchange.errors import REMEDY, ConnectionBroken, WorkerLost, check_time_limit, network
+from gcnzc.exchange.errors import REMEDY, Cause, ConnectionBroken, WorkerLost, network
 from gcnzc.exchange.heartbeat import HeartbeatMonitor, StoreHost
 from gcnzc.exchange.launch import is_worker, read_local_rank, read_local_world_size, read_ranks
-from gcnzc.exchange.process_engine import ProcessEngine
-from gcnzc.exchange.process_group import Channel
+from gcnzc.exchange.processes import Channel, ProcessEngine
 from gcnzc.exchange.requests import Message, Start, require, yield_request
-from gcnzc.system.arguments import check_integer
+from gcnzc.system.arguments import check_integer, check_number
 
 # default time limit of a wait for a message
 TIMEOUT_S = 60.0
+# gloo counts milliseconds; limits of more than 30 years overflow the clocks of torch and Python
+MIN_LIMIT_S, MAX_LIMIT_S = 1e-3, 1e9
+
+
+def check_time_limit(seconds: float) -> float:
+    """Return the `timeout_s` of a group as a float.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is not from `MIN_LIMIT_S` to `MAX_LIMIT_S`.
+    """
+    hint = f"seconds from {MIN_LIMIT_S:g} to {MAX_LIMIT_S:g}, such as 60"
+    return check_number("timeout_s", seconds, lambda s: MIN_LIMIT_S <= s <= MAX_LIMIT_S, hint)
 
 
 class Group(ProcessEngine):
@@ -69,8 +81,7 @@ class Group(ProcessEngine):
         remedy: str = REMEDY,
     ) -> None:
         world_size = check_integer("world_size", world_size, 1)
-        hint = f"the ranks of a group are 0 to world_size - 1, here {world_size - 1}"
-        rank = check_integer("rank", rank, 0, world_size - 1, hint)
+        rank = check_integer("rank", rank, 0, world_size - 1)
         timeout_s = check_time_limit(timeout_s)
         super().__init__(rank, world_size, backend, store, timeout_s, ranks, remedy)
         self._subgroups: list[Group] = []
@@ -81,10 +92,7 @@ class Group(ProcessEngine):
         self.monitor = monitor
         if store is not None:
             if monitor is None:
-                host = socket.gethostname()
-                self.monitor = HeartbeatMonitor(
-                    store, rank, world_size, host, store_host, self.ranks
-                )
+                self.monitor = HeartbeatMonitor(store, rank, world_size, store_host, self.ranks)
             self.stall_monitor = StallMonitor(
                 store, rank, self.log, self.find_busy_sequences, self.abort
             )
@@ -264,7 +272,7 @@ class Group(ProcessEngine):
         if self.stall_monitor is not None:
             self.stall_monitor.close()
         if self.monitor is not None:
-            self.monitor.stop(reason)
+            self.monitor.stop(Cause(reason))
 
 
 def _unpickle_group(
@@ -299,48 +307,36 @@ def current_group() -> Group:
     """
     if not _is_initialized() or dist.get_world_size() == 1:
         return Group()
-    return _default_group.find()
+    process_group = dist.group.WORLD
+    with _lock:
+        group = _default_groups.get(process_group)
+        if group is None or group.is_closed:
+            for other in _default_groups.values():
+                other.close()
+            group = _default_groups[process_group] = _create_default_group()
+            # otherwise its threads would write to a store that may have been destroyed
+            weakref.finalize(process_group, group.close).atexit = False
+        return group
 
 
-class _DefaultGroup:
-    """Creates and caches the group of torch.distributed's default process group."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.group: Group | None = None
-        self.process_group: weakref.ref[Any] | None = None
-        self.num_created = 0
-
-    def find(self) -> Group:
-        """Return the group of the current default process group."""
-        process_group = dist.group.WORLD
-        with self.lock:
-            before = self.process_group() if self.process_group is not None else None
-            if self.group is None or self.group.is_closed or before is not process_group:
-                if self.group is not None:
-                    self.group.close()
-                self.group, self.process_group = self._create(), weakref.ref(process_group)
-                # otherwise its threads would write to a store that may have been destroyed
-                weakref.finalize(process_group, self.group.close).atexit = False
-            return self.group
-
-    def _create(self) -> Group:
-        self.num_created += 1
-        # a prefix separates the keys from those of an earlier group in the same store
-        store = PrefixStore(f"gcnzc {self.num_created}", dist.distributed_c10d._get_default_store())
-        backend = "nccl" if "nccl" in dist.get_backend_config() else "gloo"
-        try:
-            return Group(dist.get_rank(), dist.get_world_size(), backend, store)
-        except ConnectionBroken as error:
-            raise WorkerLost(
-                f"rank {dist.get_rank()} could not add gloo, for tensors on the host, to the "
-                f"process group of {dist.get_backend_config()}: {error.__cause__}\n\nhint: all "
-                "ranks must construct their first optimizer at the same time; "
-                'init_process_group("cpu:gloo,cuda:nccl") has gloo from the start'
-            ) from error.__cause__
+# the groups that `current_group` has created, by torch.distributed's default process group
+_default_groups: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+_lock, _numbers = threading.Lock(), itertools.count(1)
 
 
-_default_group = _DefaultGroup()
+def _create_default_group() -> Group:
+    # a prefix separates the keys from those of an earlier group in the same store
+    prefix, store = f"gcnzc {next(_numbers)}", dist.distributed_c10d._get_default_store()
+    backend = "nccl" if "nccl" in dist.get_backend_config() else "gloo"
+    try:
+        return Group(dist.get_rank(), dist.get_world_size(), backend, PrefixStore(prefix, store))
+    except ConnectionBroken as error:
+        raise WorkerLost(
+            f"rank {dist.get_rank()} could not add gloo, for tensors on the host, to the "
+            f"process group of {dist.get_backend_config()}: {error.__cause__}\n\nhint: all "
+            "ranks must construct their first optimizer at the same time; "
+            'init_process_group("cpu:gloo,cuda:nccl") has gloo from the start'
+        ) from error.__cause__
 
 
 def _is_initialized() -> bool:

@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
-from gcnzc.exchange.errors import WorkerLost
+from gcnzc.exchange.errors import Cause
 from gcnzc.exchange.store import Store, StoreThread, read_existing, start_thread
 
 T = TypeVar("T")
@@ -47,46 +47,22 @@ ALL_RUNNING = "all other ranks are running, so the network may be broken"
 MISSED_BEATS = 3
 
 
-@dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(NamedTuple):
     """The last heartbeat of a rank."""
 
-    beat: int
-    """the number of this heartbeat, from 1"""
-    step: int | None
-    """the rank's training step; None before the first"""
+    beat: int  # the number of this heartbeat, from 1
+    step: int | None  # the rank's training step; None before the first
     activity: str
-    host: str
-    """the name of the rank's machine"""
-    end_reason: str = ""
-    """why the rank ended; empty while it is running, or if it did not report a reason"""
-    is_follow_up: bool = False
-    """whether the reason describes other ranks or the store's host, whose failure has ended this
-    rank"""
-    reason_ranks: Sequence[int] = ()
-    """the ranks of the default group that the reason names"""
+    host: str  # the name of the rank's machine
+    # why the rank has ended; without a text while it is running, or if it reported no reason
+    end: Cause = Cause()
 
 
-@dataclass(frozen=True)
-class Cause:
-    """Why an exchange failed."""
-
-    text: str
-    """the failed ranks, `ALL_RUNNING`, or why they are unknown"""
-    is_found: bool = True
-    """whether the failure of other ranks, or of the store's host, is the cause"""
-    ranks: Sequence[int] = ()
-    """the ranks of the default group that the text names"""
-
-
-@dataclass(frozen=True)
-class StoreHost:
+class StoreHost(NamedTuple):
     """The process that hosts the store, for error messages if the store does not respond."""
 
-    name: str
-    """in messages, such as `rank 0` or `the first machine's launcher`"""
-    address: tuple[str, int]
-    """host and port of the store"""
+    name: str  # in messages, such as `rank 0` or `the first machine's launcher`
+    address: tuple[str, int]  # host and port of the store
 
 
 class HeartbeatMonitor:
@@ -98,7 +74,6 @@ class HeartbeatMonitor:
             connection.
         rank: this rank.
         world_size: the number of ranks.
-        host: the name of this machine.
         store_host: the process that hosts the store; None if it is not known.
         global_ranks: for a subgroup, its members' ranks in the default group.
     """
@@ -108,23 +83,20 @@ class HeartbeatMonitor:
         store: Store,
         rank: int,
         world_size: int,
-        host: str,
         store_host: StoreHost | None = None,
         global_ranks: Sequence[int] | None = None,
     ) -> None:
-        self.global_ranks = global_ranks
-        self.store, self.rank, self.world_size, self.host = store, rank, world_size, host
-        self.store_host = store_host
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.store_host, self.host = store_host, socket.gethostname()
+        self.global_ranks = range(world_size) if global_ranks is None else global_ranks
         self.beat = 0
         self.step: int | None = None
-        self.activity, self.end_reason, self.is_follow_up = "start", "", False
-        self.reason_ranks: Sequence[int] = ()
+        self.activity, self.end = "start", Cause()
+        # `Group.count_step` sets the step, because `set_status` was not called
         self.is_step_counted = True
-        """whether `Group.count_step` sets the step, because `set_status` was not called"""
         self.parent = os.getppid()
         self.has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
         self.stopped = threading.Event()
-        self.lock = threading.Lock()
         self.write()
         self.thread = StoreThread("gcnzc-heartbeats", self._write_heartbeats, self.stopped.set)
 
@@ -134,11 +106,9 @@ class HeartbeatMonitor:
 
     def write(self) -> None:
         """Write one heartbeat of this rank."""
-        with self.lock:
-            self.beat += 1
-            end = self.end_reason, self.is_follow_up, list(self.reason_ranks)
-            fields = (self.beat, self.step, self.activity, self.host, *end)
-            self.store.set(f"gcnzc/alive/{self.rank}", json.dumps(fields))
+        self.beat += 1
+        fields = Heartbeat(self.beat, self.step, self.activity, self.host, self.end)
+        self.store.set(f"gcnzc/alive/{self.rank}", json.dumps(fields))
 
     def read_heartbeats(self) -> dict[int, Heartbeat]:
         """Return the last heartbeat of each rank that has written one.
@@ -146,8 +116,11 @@ class HeartbeatMonitor:
         Takes two requests to the store if all ranks have.
         """
         keys = {f"gcnzc/alive/{rank}": rank for rank in range(self.world_size)}
-        found = read_existing(self.store, list(keys))
-        return {keys[key]: Heartbeat(*json.loads(text)) for key, text in found.items()}
+        found = {}
+        for key, text in read_existing(self.store, list(keys)).items():
+            beat, step, activity, host, end = json.loads(text)
+            found[keys[key]] = Heartbeat(beat, step, activity, host, Cause(*end))
+        return found
 
     def describe_failure(self) -> Cause:
         """Describe which ranks have stopped or are behind; takes some seconds.
@@ -156,7 +129,7 @@ class HeartbeatMonitor:
         stopped if the store is slow. If the store does not respond, the result names its host.
         """
         if self._has_store_ended():
-            return Cause(self._describe_store_failure())
+            return Cause(self._describe_store_failure(), is_follow_up=True)
         try:
             before = _run_with_timeout(STORE_S, self.read_heartbeats)
             end = time.monotonic() + STORE_S
@@ -166,13 +139,10 @@ class HeartbeatMonitor:
                 if self._count_beats(after) - self._count_beats(before) >= MISSED_BEATS:
                     break
                 if time.monotonic() > end:
-                    text = f"unknown: the store accepted no heartbeats in {STORE_S:g} s"
-                    return Cause(text, is_found=False)
+                    return Cause(f"unknown: the store accepted no heartbeats in {STORE_S:g} s")
         except RuntimeError:
-            text = self._describe_store_failure()
-            return Cause(text, is_found=self.store_host is not None)
-        ranks = range(self.world_size)
-        return describe_stopped_ranks(self.rank, self.step, ranks, before, after, self.global_ranks)
+            return Cause(self._describe_store_failure(), self.store_host is not None)
+        return describe_stopped_ranks(self.rank, self.step, self.global_ranks, before, after)
 
     def _has_store_ended(self) -> bool:
         """Whether nothing listens at the store's address.
@@ -182,13 +152,13 @@ class HeartbeatMonitor:
         host = self.store_host
         return host is not None and can_connect(host.address, BEAT_S) is False
 
-    def wait_for_ends(self, seconds: float = STORE_S) -> None:
+    def wait_for_ends(self) -> None:
         """Wait until all other ranks have ended or stopped, on the rank that hosts the store.
 
         They read in the store why this rank ended. Call it after `stop`, and after the connections
         of this rank are closed, so that they do not wait for its messages.
         """
-        end = time.monotonic() + seconds
+        end = time.monotonic() + STORE_S
         others = (rank for rank in range(self.world_size) if rank != self.rank)
         changed_at = dict.fromkeys(others, time.monotonic())
         before: dict[int, Heartbeat] = {}
@@ -202,7 +172,7 @@ class HeartbeatMonitor:
                 own = found.get(rank)
                 if own is not None and own != before.get(rank):
                     changed_at[rank] = now
-                if own is None or own.end_reason or now - changed_at[rank] > MISSED_BEATS * BEAT_S:
+                if own is None or own.end.text or now - changed_at[rank] > MISSED_BEATS * BEAT_S:
                     del changed_at[rank]
             before = found
             time.sleep(ENDS_POLL_S)
@@ -233,27 +203,20 @@ class HeartbeatMonitor:
             "machine has failed"
         )
 
-    def stop(
-        self, reason: str = "", *, is_follow_up: bool = False, ranks: Sequence[int] = ()
-    ) -> None:
-        """Stop the heartbeats, and write the reason why this rank ends, if there is one.
+    def stop(self, end: Cause | None = None) -> None:
+        """Stop the heartbeats, and write why this rank ends, if there is a reason.
 
         Args:
-            reason: for the error messages of the other ranks; the first one is kept.
-            is_follow_up: whether it describes other ranks or the store's host, whose failure has
-                ended this rank.
-            ranks: the ranks of the default group that the reason names.
+            end: for the error messages of the other ranks; the first one with a text is kept.
         """
         self.thread.end()
         # a thread that is still alive waits for a store that does not respond
-        if reason and not self.end_reason and not self.thread.is_alive():
-            self.end_reason, self.is_follow_up, self.reason_ranks = reason, is_follow_up, ranks
-            if self._has_store_ended():
-                return
-            try:
-                self.write()
-            except RuntimeError:
-                return  # the store has already ended
+        if end is not None and end.text and not self.end.text and not self.thread.is_alive():
+            self.end = end
+            # RuntimeError: the store has already ended
+            with suppress(RuntimeError):
+                if not self._has_store_ended():
+                    self.write()
 
     def _write_heartbeats(self) -> None:
         written_at = time.monotonic()
@@ -266,12 +229,10 @@ class HeartbeatMonitor:
             is_late = time.monotonic() - written_at > MISSED_BEATS * BEAT_S
             if is_late and self._has_store_ended():
                 continue
-            try:
+            # the store may have ended with its launcher; the next exchange reports that
+            with suppress(RuntimeError):
                 self.write()
-            except RuntimeError:
-                # the store has ended with its launcher; the next exchange reports that
-                continue
-            written_at = time.monotonic()
+                written_at = time.monotonic()
 
 
 def _run_with_timeout(seconds: float, function: Callable[[], T]) -> T:
@@ -338,54 +299,48 @@ def _end_launcher(parent: int) -> None:
 def describe_stopped_ranks(
     rank: int,
     step: int | None,
-    ranks: Sequence[int],
+    global_ranks: Sequence[int],
     before: dict[int, Heartbeat],
     after: dict[int, Heartbeat],
-    global_ranks: Sequence[int] | None = None,
 ) -> Cause:
     """Describe which ranks made an exchange of rank `rank` in step `step` fail.
 
     Args:
         rank: the rank whose exchange failed.
         step: its step; None before the first.
-        ranks: all ranks of the group.
+        global_ranks: the ranks of the group in the default group.
         before, after: heartbeats by rank, read some intervals apart.
-        global_ranks: for a subgroup, its members' ranks in the default group.
     """
-    default_ranks = range(max(ranks) + 1) if global_ranks is None else global_ranks
-    own = default_ranks[rank]
     failed, ended, causes = [], [], []
-    for other in ranks:
+    for other, global_rank in enumerate(global_ranks):
         if other == rank:
             continue
-        if other not in after:
-            text = f"{describe_rank(other, global_ranks)} never connected"
-            failed.append(Cause(text, ranks=[default_ranks[other]]))
+        name, last = describe_rank(other, global_ranks), after.get(other)
+        if last is None:
+            failed.append(Cause(f"{name} never connected", ranks=[global_rank]))
             continue
-        last = after[other]
-        name = f"{describe_rank(other, global_ranks)} on {last.host}"
-        named = [default_ranks[other]]
-        if last.is_follow_up and own in last.reason_ranks:
+        name, end, status = f"{name} on {last.host}", last.end, _describe_status(last)
+        if end.is_follow_up and global_ranks[rank] in end.ranks:
             # a rank that ended because this one was too slow
-            text = f"{name} ended, because {last.end_reason}"
-            causes.append(Cause(text, ranks=[*named, *last.reason_ranks]))
-        elif last.is_follow_up:
-            causes.append(Cause(last.end_reason, ranks=last.reason_ranks))
-        elif last.end_reason:
-            ended.append(Cause(f"{name} ended: {last.end_reason}", ranks=named))
+            text = f"{name} ended, because {end.text}"
+            causes.append(Cause(text, ranks=[global_rank, *end.ranks]))
+        elif end.is_follow_up:
+            causes.append(end)
+        elif end.text:
+            ended.append(Cause(f"{name} ended: {end.text}", ranks=[global_rank]))
         elif other in before and before[other].beat == last.beat:
-            text = f"{name} has stopped sending heartbeats; it was last {_describe_status(last)}"
-            failed.append(Cause(text, ranks=named))
+            text = f"{name} has stopped sending heartbeats; it was last {status}"
+            failed.append(Cause(text, ranks=[global_rank]))
         elif (last.step or 0) < (step or 0):
-            text = f"{name} is running and still {_describe_status(last)}"
-            failed.append(Cause(text, ranks=named))
+            text = f"{name} is running and still {status}"
+            failed.append(Cause(text, ranks=[global_rank]))
     # ranks that reported an end of their own are named only if no rank is missing or behind; if all
     # of them ended because of others, the first reason is shown
     found = failed or ended or causes[:1]
     if not found:
-        return Cause(ALL_RUNNING, is_found=False)
+        return Cause(ALL_RUNNING)
     named_ranks = [each for cause in found for each in cause.ranks]
-    return Cause("; ".join(cause.text for cause in found), ranks=named_ranks)
+    return Cause("; ".join(cause.text for cause in found), True, named_ranks)
 
 
 def _describe_status(heartbeat: Heartbeat) -> str:
@@ -393,60 +348,30 @@ def _describe_status(heartbeat: Heartbeat) -> str:
     return f"{'' if step is None else f'in step {step}, '}at {heartbeat.activity}"
 
 
-def describe_rank(rank: int, global_ranks: Sequence[int] | None) -> str:
+def describe_rank(rank: int, global_ranks: Sequence[int]) -> str:
     """Return the name of a rank in messages; in a subgroup that of its rank in the default group.
 
     Args:
         rank: the rank in the group.
-        global_ranks: for a subgroup, its members' ranks in the default group.
+        global_ranks: the members' ranks in the default group.
     """
-    if global_ranks is None or list(global_ranks) == list(range(len(global_ranks))):
+    if list(global_ranks) == list(range(len(global_ranks))):
         return f"rank {rank}"
     return f"rank {global_ranks[rank]} (rank {rank} of the subgroup)"
 
 
-class Failure(NamedTuple):
-    """Why an exchange failed, with torch's error."""
-
-    text: str
-    """the description for this rank's error"""
-    reason: str
-    """the description for the errors of other ranks: the first cause"""
-    is_follow_up: bool
-    """whether the ranks that failed are known, or the store failed and its host is known"""
-    ranks: Sequence[int]
-    """the ranks of the default group that the reason names"""
-
-
-def explain(monitor: HeartbeatMonitor, error: BaseException | None) -> Failure:
+def explain(monitor: HeartbeatMonitor, error: BaseException | None) -> tuple[str, Cause]:
     """Describe the failed ranks, with the first line of torch's error.
 
     The other lines of torch's error may be C++ stack frames. A `TimeoutError` is raised by gcnzc,
     so it is not attributed to torch.
+
+    Returns:
+        The description for this rank's error, and the first cause, for those of other ranks.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     reporter = "" if isinstance(error, TimeoutError) else "torch.distributed reports: "
     cause, source = monitor.describe_failure(), f" ({reporter}{lines[0]})"
     # another rank may have ended with the same error
     text = cause.text if cause.text.endswith(source) else cause.text + source
-    return Failure(text, cause.text if cause.is_found else text, cause.is_found, cause.ranks)
-
-
-def worker_lost(
-    monitor: HeartbeatMonitor, waited_s: float, what: str, failure: Failure, hint: str
-) -> WorkerLost:
-    """Return the error of a wait that failed.
-
-    Args:
-        monitor: has the rank that waited, and its step.
-        waited_s: for how many seconds.
-        what: the request that it waited for.
-        failure: why it failed.
-        hint: the remedy.
-    """
-    who = describe_rank(monitor.rank, monitor.global_ranks)
-    in_step = "" if monitor.step is None else f" in step {monitor.step}"
-    text = f"{who} waited {waited_s:.0f} s{in_step} for {what}: {failure.text}\n\nhint: {hint}"
-    error = WorkerLost(text)
-    _, error.reason, error.is_follow_up, error.reason_ranks = failure
-    return error
+    return text, cause if cause.is_follow_up else cause._replace(text=text)

@@ -1,10 +1,9 @@
 """Initialize torch.distributed in a launcher's workers, and yield the group of all ranks."""
 
 import os
-import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 
 import torch
@@ -12,9 +11,16 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
-from gcnzc.exchange.errors import LEFT, REMEDY, WorkerLost, check_time_limit, describe_end
-from gcnzc.exchange.group import TIMEOUT_S, Group
-from gcnzc.exchange.heartbeat import STORE_S, HeartbeatMonitor, StoreHost, explain
+from gcnzc.exchange.errors import LEFT, REMEDY, Cause, WorkerLost, describe_end
+from gcnzc.exchange.group import TIMEOUT_S, Group, check_time_limit
+from gcnzc.exchange.heartbeat import (
+    BEAT_S,
+    STORE_S,
+    HeartbeatMonitor,
+    StoreHost,
+    can_connect,
+    explain,
+)
 from gcnzc.exchange.launch import is_worker, read_address, read_local_world_size, read_ranks
 from gcnzc.exchange.rendezvous import LocalProcesses, join_workers
 from gcnzc.system.arguments import check_choice
@@ -55,24 +61,17 @@ def init_group(
     check_choice("backend", backend, BACKENDS)
     timeout_s = check_time_limit(timeout_s)
     if not is_worker() or read_ranks()[1] == 1:
-        group = Group(timeout_s=timeout_s, remedy=remedy)
-        try:
+        with closing(Group(timeout_s=timeout_s, remedy=remedy)) as group:
             yield group
-        finally:
-            group.close()
         return
     if backend == "auto":
         backend = "nccl" if torch.cuda.device_count() >= read_local_world_size() else "gloo"
     store, monitor = _initialize(backend, timeout_s)
     store.set_timeout(timedelta(seconds=min(STORE_S, timeout_s)))
-    rank, world_size, process = monitor.rank, monitor.world_size, os.getpid()
-    has_failed = True
+    rank, process, has_failed = monitor.rank, os.getpid(), True
     try:
-        group = Group(
-            *(rank, world_size, backend, monitor.store, timeout_s),
-            monitor=monitor,
-            remedy=remedy,
-        )
+        ranks = rank, monitor.world_size
+        group = Group(*ranks, backend, monitor.store, timeout_s, monitor=monitor, remedy=remedy)
         try:
             yield group
         except BaseException as error:
@@ -109,20 +108,20 @@ def _initialize(backend: str, timeout_s: float) -> tuple[TCPStore, HeartbeatMoni
             f"init_group() on rank {rank}, where torch.distributed is initialized already\n\n"
             "hint: use the group of the first init_group(), or gcnzc.exchange.current_group()"
         )
-    store_host, local_processes = _find_store_host(), LocalProcesses()
+    name = "the first machine's launcher" if _is_store_in_launcher() else "rank 0"
+    store_host, local_processes = StoreHost(name, read_address()), LocalProcesses()
     began, monitor = time.monotonic(), None
     try:
         store, heartbeat_store = _connect(rank, store_host, timeout_s, local_processes)
-        name = join_workers(
+        prefix = join_workers(
             heartbeat_store, rank, world_size, JOIN_S, timeout_s, local_processes.check_running
         )
-        monitor = HeartbeatMonitor(
-            PrefixStore(name, heartbeat_store), rank, world_size, socket.gethostname(), store_host
-        )
+        own_store = PrefixStore(prefix, heartbeat_store)
+        monitor = HeartbeatMonitor(own_store, rank, world_size, store_host)
         dist.init_process_group(
             # gloo exchanges host tensors with either backend
             "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
-            store=PrefixStore(name, store),
+            store=PrefixStore(prefix, store),
             rank=rank,
             world_size=world_size,
             # all ranks have registered, so connecting takes no longer than a request
@@ -132,29 +131,21 @@ def _initialize(backend: str, timeout_s: float) -> tuple[TCPStore, HeartbeatMoni
             # the time limit of NCCL's collectives, whose waits have no limit of their own
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
     except (RuntimeError, TimeoutError) as error:
-        waited = time.monotonic() - began
-        reason = str(error)
+        waited, text = time.monotonic() - began, str(error)
         if monitor is not None:
-            failure = explain(monitor, error)
-            reason = failure.text
-            monitor.stop(failure.reason, is_follow_up=failure.is_follow_up, ranks=failure.ranks)
+            text, cause = explain(monitor, error)
+            monitor.stop(cause)
         raise WorkerLost(
             f"rank {rank} of {world_size} waited {waited:.0f} s for the other ranks at "
-            f"{store_host.address[0]}:{store_host.address[1]}: {reason}\n\nhint: check that all "
+            f"{store_host.address[0]}:{store_host.address[1]}: {text}\n\nhint: check that all "
             "machines can reach that address; GLOO_SOCKET_IFNAME selects the network interface"
         ) from error
     except BaseException as error:
         # for example Ctrl-C, or options that torch rejects
         if monitor is not None:
-            monitor.stop(describe_end(error))
+            monitor.stop(Cause(describe_end(error)))
         raise
     return store, monitor
-
-
-def _find_store_host() -> StoreHost:
-    """Return the process that hosts the store of this attempt."""
-    name = "the first machine's launcher" if _is_store_in_launcher() else "rank 0"
-    return StoreHost(name, read_address())
 
 
 def _hosts_store(rank: int) -> bool:
@@ -171,25 +162,15 @@ def _connect(
     rank: int, store_host: StoreHost, timeout_s: float, local_processes: LocalProcesses
 ) -> tuple[TCPStore, TCPStore]:
     """Open two connections to the store; rank 0 creates it unless the launcher hosts it."""
-    end = time.monotonic() + JOIN_S
-    limit = timedelta(seconds=JOIN_S)
+    end, limit = time.monotonic() + JOIN_S, timedelta(seconds=JOIN_S)
     host, port = store_host.address
     is_host = _hosts_store(rank)
-    if not is_host:
-        while not _is_listening(store_host.address):
-            local_processes.check_running(timeout_s)
-            if time.monotonic() > end:
-                raise TimeoutError(f"{store_host.name}, which hosts the store, never connected")
-            time.sleep(CONNECT_POLL_S)
+    while not is_host and not can_connect(store_host.address, BEAT_S):
+        local_processes.check_running(timeout_s)
+        if time.monotonic() > end:
+            raise TimeoutError(f"{store_host.name}, which hosts the store, never connected")
+        time.sleep(CONNECT_POLL_S)
     store = TCPStore(host, port, is_master=is_host, timeout=limit, wait_for_workers=False)
     heartbeat_store = TCPStore(host, port, timeout=limit, wait_for_workers=False)
     heartbeat_store.set_timeout(timedelta(seconds=STORE_S))
     return store, heartbeat_store
-
-
-def _is_listening(address: tuple[str, int]) -> bool:
-    try:
-        with socket.create_connection(address, STORE_S):
-            return True
-    except OSError:
-        return False

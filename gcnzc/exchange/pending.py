@@ -1,25 +1,18 @@
-"""Started requests over processes: messages, tasks of the threads of channels, and their waits."""
+"""Started requests over processes: their handles, and the threads that execute them."""
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from gcnzc.exchange.collectives import Collective, as_bytes
-from gcnzc.exchange.errors import BlockedByReceive, ConnectionBroken, network
-from gcnzc.exchange.process_group import Channel, wait_for_work
-from gcnzc.exchange.request_log import Need, RequestLog, message_tag
-from gcnzc.exchange.requests import First, Message, Receive, ReceiveAny, Send, require
+from gcnzc.exchange.collectives import Collective
+from gcnzc.exchange.engine import Need
+from gcnzc.exchange.errors import BlockedByReceive, ConnectionBroken
+from gcnzc.exchange.requests import First, Receive
 from gcnzc.system.streams import CudaStreams
-
-# time limit of a wait that has none: gloo's waits have one
-UNLIMITED_S = 3e7
 
 
 class Pending:
@@ -35,7 +28,7 @@ class Pending:
         self,
         wait: Callable[[], Any],
         find_need: Callable[[], Need | None] = lambda: None,
-        future: "Future[Any] | None" = None,
+        future: Any = None,
     ) -> None:
         self.find_need, self.future = find_need, future
         self.is_on_channel, self.is_abandoned = future is not None, False
@@ -58,13 +51,7 @@ def find_first_need(request: First) -> Need | None:
         return None
     if len(needs) == 1:
         return needs[0]
-    alternatives = [
-        each
-        for need in needs
-        for each in need.alternatives or [(need.peer, need.sequence, need.number)]
-    ]
-    peer, sequence, number = alternatives[0]
-    return Need(peer, sequence, number, alternatives=alternatives)
+    return needs[0]._replace(is_for_all=False, alternatives=[tuple(need[:3]) for need in needs])
 
 
 def wait_for_first(request: First) -> int | None:
@@ -79,141 +66,20 @@ def wait_for_first(request: First) -> int | None:
     return next((index for index, each in enumerate(futures) if each in ended), None)
 
 
-# messages of algorithms
-
-
-def start_message(
-    channel: Channel, message: Message, caller: str, *, is_limited: bool = True
-) -> Pending:
-    """Start a `Send`, `Receive` or `ReceiveAny`.
-
-    Args:
-        channel: the channel.
-        message: the message; a tensor on a GPU is copied through the host over gloo.
-        caller: the caller; empty for none.
-        is_limited: whether a wait has the time limit of the group.
-
-    Raises:
-        ValueError: see `Message.check`; or a `ReceiveAny` over NCCL has a tensor on a GPU.
-    """
-    ranks, is_send = channel.ranks, isinstance(message, Send)
-    message.check(ranks.rank, ranks.world_size)
-    is_nccl = ranks.is_nccl(message)
-    if message.is_on_gpu and not is_nccl:
-        return _start_staged(channel, message, caller)
-    if isinstance(message, ReceiveAny):
-        return start_any(channel, message, caller)
-    peer: int = message.peer  # type: ignore[attr-defined]
-    data, sequence = as_bytes(message.values), message.sequence(ranks.rank, channel.name, caller)
-    header = ranks.log.record(sequence, message, caller, is_ordered=message.tag is None)
-    tag, start = message_tag(header, len(data)), dist.isend if is_send else dist.irecv
-    with network():
-        work = start(data, ranks.ranks[peer], channel.process_group, tag)
-    if is_send:
-        ranks.ledger.add("Send", len(data))
-    limit_s = ranks.timeout_s if is_limited else UNLIMITED_S
-
-    def finish() -> Any:
-        wait_for_work(work, None if is_nccl else limit_s)
-        return None if is_send else message.values
-
-    need = Need(peer, sequence, header.number)
-    return Pending(finish, lambda: need)
-
-
-def _start_staged(channel: Channel, message: Message, caller: str) -> Pending:
-    """Start a message with a copy of its values in page-locked memory."""
-    values, free = message.values, channel.buffers.find(message.values, pinned=True)
-    host = free.pop()
-    if isinstance(message, Send):
-        host.view(values.shape).copy_(values)
-    pending = start_message(channel, replace(message, values=host), caller)  # type: ignore[type-var]
-
-    def finish() -> Any:
-        answer = pending.result()
-        if answer is not None:
-            values.copy_(host.view(values.shape))
-            answer = (values, answer[1]) if isinstance(message, ReceiveAny) else values
-        free.append(host)
-        return answer
-
-    return Pending(finish, pending.find_need)
-
-
-def start_any(
-    channel: Channel, message: ReceiveAny, caller: str, *, is_on_channel: bool = False
-) -> Pending:
-    """Start a receive from any rank, which may be on a channel.
-
-    gloo ends a wait for a message of any rank only by a message, and a time limit would close the
-    connections to all ranks. So a daemon thread waits, and the caller waits for the thread.
-    """
-    ranks, values, data = channel.ranks, message.values, as_bytes(message.values)
-    alone = f"{message.describe()} on rank 0 of 1"
-    require(ranks.world_size > 1, alone, "there is no other rank to send it")
-    on_gpu = f"{message.describe()} over NCCL has a tensor on a GPU"
-    hint = "receive into a tensor on the host, and send from one"
-    require(not message.is_on_gpu, on_gpu, hint)
-    source: Future[int] = Future()
-
-    def name_sequence(peer: int) -> str:
-        return message.sequence(ranks.rank, channel.name, caller, peer)
-
-    def find_need() -> Need:
-        """Return the next message with the tag of each rank."""
-        peers = [peer for peer in range(ranks.world_size) if peer != ranks.rank]
-        names = [(peer, name_sequence(peer)) for peer in peers]
-        needs = tuple((peer, name, ranks.log.count(name) + 1) for peer, name in names)
-        return Need(*needs[0], alternatives=needs)
-
-    def finish() -> Any:
-        try:
-            peer = source.result(ranks.timeout_s)
-        except FutureTimeout:
-            limit = TimeoutError("no rank has sent such a message within the time limit")
-            raise ConnectionBroken from limit
-        channel.any_receives.discard(source)
-        ranks.log.record(name_sequence(peer), message, caller, is_ordered=False)
-        return values, peer
-
-    header = RequestLog().record("", message, caller)
-    with network():
-        work = channel.torch_group.recv_anysource([data], message_tag(header, len(data)))
-    channel.any_receives.add(source)
-    # the thread may outlive the handle, but not the memory that is written
-    threading.Thread(target=_wait_for_any, args=(work, source, data), daemon=True).start()
-    return Pending(finish, find_need, source if is_on_channel else None)
-
-
-def _wait_for_any(work: Any, source: "Future[int]", memory: Any) -> None:
-    with suppress(InvalidStateError):
-        try:
-            wait_for_work(work, UNLIMITED_S)
-            source.set_result(work._source_rank())
-        except ConnectionBroken as error:
-            source.set_exception(error)
-
-
-def abort(channel: Channel) -> None:
-    """End all waits of a channel for messages with an error."""
-    for source in list(channel.any_receives):
-        error = ConnectionBroken()
-        error.__cause__ = RuntimeError("the connections of this rank are closed")
-        with suppress(InvalidStateError):
-            source.set_exception(error)
-    channel.abort()
-
-
 class ChannelThread:
     """The thread of a channel, which runs its tasks one after the other.
 
     Args:
-        channel: the channel.
+        name: the name of the channel.
+        find_need: returns the request of a peer that the channel's collective waits for.
+        abort: ends all waits over the connections of the channel.
     """
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self.threads = ThreadPoolExecutor(1, f"gcnzc-exchange-{channel.name}")
+    def __init__(
+        self, name: str, find_need: Callable[[], Need | None], abort: Callable[[], None]
+    ) -> None:
+        self.threads = ThreadPoolExecutor(1, f"gcnzc-exchange-{name}")
+        self._find_channel_need, self.abort = find_need, abort
         self.num_started = self.num_finished = 0
         self.receives: list[Future[Any]] = []  # tasks without a time limit
         self.received: Pending | None = None  # that the thread waits for
@@ -228,24 +94,28 @@ class ChannelThread:
     def find_need(self) -> Need | None:
         """Return the request of a peer that the current request waits for."""
         received = self.received
-        return self.channel.find_need() if received is None else received.find_need()
+        return self._find_channel_need() if received is None else received.find_need()
 
-    def start(self, work: Callable[[], Any], started: Any) -> Pending:
+    def start(self, work: Callable[[], Any], started: Any, timeout_s: float) -> Pending:
         """Run a task for a request or algorithm that was started, and return its handle.
 
         With CUDA, an algorithm runs on a stream of this channel, which first waits for the work
         that is queued on the caller's stream; the result's stream waits for that of the algorithm.
+
+        Args:
+            work: the task.
+            started: the request or algorithm.
+            timeout_s: the time limit of a wait.
         """
         if isinstance(started, Receive):
-            pending = self._submit(work, limit_s=self.channel.ranks.timeout_s)
-            assert pending.future is not None, "it is on this channel"
+            pending = self._submit(work, timeout_s, limit_s=timeout_s)
             self.receives.append(pending.future)
             return pending
         if isinstance(started, Collective):
             ready = torch.cuda.current_stream().record_event() if started.is_on_gpu else None
-            return self._submit(lambda: work() if ready is None else _run_after(ready, work))
+            return self._submit(lambda: _run_after(ready, work), timeout_s)
         if not torch.cuda.is_initialized():
-            return self._submit(work)
+            return self._submit(work, timeout_s)
         if self.streams is None:
             self.streams = CudaStreams(torch.device("cuda", torch.cuda.current_device()))
             self.stream = self.streams.new()
@@ -263,11 +133,12 @@ class ChannelThread:
             streams.current().wait(done)
             return answer
 
-        return self._submit(run_on_stream, finish=finish)
+        return self._submit(run_on_stream, timeout_s, finish=finish)
 
     def _submit(
         self,
         work: Callable[[], Any],
+        timeout_s: float,
         limit_s: float | None = None,
         finish: Callable[[Any], Any] = lambda answer: answer,
     ) -> Pending:
@@ -276,7 +147,7 @@ class ChannelThread:
         Receives have no time limit in the thread, since gloo would close the connections to all
         ranks then; the wait for what follows them has that of the group.
         """
-        before, timeout_s = self.pending_receives(), self.channel.ranks.timeout_s
+        before = self.pending_receives()
 
         def count() -> Any:
             try:
@@ -316,9 +187,10 @@ class ChannelThread:
         self.threads.shutdown(wait=False, cancel_futures=True)
         if self.is_busy and self.pending_receives():
             # otherwise the thread would wait forever, and the process for the thread
-            abort(self.channel)
+            self.abort()
 
 
 def _run_after(ready: Any, work: Callable[[], Any]) -> Any:
-    ready.synchronize()
+    if ready is not None:
+        ready.synchronize()
     return work()

@@ -10,11 +10,11 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from gcnzc.exchange.store import Store, read_existing
 
@@ -56,25 +56,22 @@ def join_workers(
         TimeoutError: ranks are missing or stopped; the message names them.
     """
     stopped_s = timeout_s if stopped_s is None else stopped_s
-    joining = _Joining(store, world_size, timeout_s, stopped_s, check_running)
+    end = time.monotonic() + timeout_s
+    joining = _Joining(store, world_size, uuid.uuid4().hex, end, stopped_s, check_running)
     return joining.lead() if rank == 0 else joining.follow(rank)
 
 
+@dataclass
 class _Joining:
     """The rendezvous of one rank; see `join_workers`."""
 
-    def __init__(
-        self,
-        store: Store,
-        world_size: int,
-        timeout_s: float,
-        stopped_s: float,
-        check_running: Callable[[float], None],
-    ) -> None:
-        self.store, self.world_size, self.stopped_s = store, world_size, stopped_s
-        self.check_running, self.checked_at = check_running, float("-inf")
-        self.own, self.end = uuid.uuid4().hex, time.monotonic() + timeout_s
-        self.poll_s = max(POLL_S, world_size * POLL_S_PER_WORKER)
+    store: Store
+    world_size: int
+    own: str  # a random name
+    end: float  # of the time limit, by `time.monotonic`
+    stopped_s: float
+    check_running: Callable[[float], None]
+    checked_at: float = float("-inf")
 
     def check(self) -> bool:
         """Check the processes of this machine each `CHECK_S`, and return whether it was done."""
@@ -93,7 +90,7 @@ class _Joining:
         if time.monotonic() > self.end:
             ranks = f"{', '.join(map(str, missing))} never connected"
             raise TimeoutError(f"rank {ranks}" if len(missing) == 1 else f"ranks {ranks}")
-        time.sleep(self.poll_s)
+        time.sleep(max(POLL_S, self.world_size * POLL_S_PER_WORKER))
 
     def lead(self) -> str:
         """Join as rank 0, which confirms the others."""
@@ -120,52 +117,38 @@ class _Joining:
         return own
 
     def follow(self, rank: int) -> str:
-        """Join as another rank, which registers under the name that rank 0 has drawn."""
-        store, announced, rank_zero = self.store, "", _RankZero()
+        """Join as another rank, which registers under the name that rank 0 has drawn.
+
+        Raises:
+            TimeoutError: rank 0 has written before, but not for `stopped_s`.
+        """
+        store, announced = self.store, ""
+        missing, beats, changed_at = [0], set[int](), time.monotonic()
         while True:
             # the name may be that of an earlier round, which gets no confirmation
             name = store.get("gcnzc/round").decode() if store.check(["gcnzc/round"]) else ""
             if name and name != announced:
                 number = store.add(f"{name}/arrivals", 1)
                 store.set(f"{name}/arrival/{number}", json.dumps([rank, self.own]))
-                announced, rank_zero = name, _RankZero()
+                announced, missing, beats, changed_at = name, [0], set(), time.monotonic()
             confirmed = read_existing(store, [f"{name}/all"]) if name else {}
             if any(self.own in json.loads(names) for names in confirmed.values()):
                 return name
-            if self.check() and name:
-                rank_zero.read(read_existing(store, [f"{name}/waiting"]), self.stopped_s)
-            self.wait([each for each in rank_zero.missing if each != rank] or [0])
-
-
-class _RankZero:
-    """The state of rank 0: the ranks that it waits for, and whether it is still running."""
-
-    def __init__(self) -> None:
-        self.beats: set[int] = set()
-        self.changed_at = time.monotonic()
-        self.missing: list[int] = []
-        """the ranks that rank 0 waits for; empty unless it has written at least twice since this
-        rank registered"""
-
-    def read(self, found: Mapping[str, Any], stopped_s: float) -> None:
-        """Update from the values read from the store.
-
-        Raises:
-            TimeoutError: rank 0 has written before, but not for `stopped_s`.
-        """
-        for text in found.values():
-            beat, waiting = json.loads(text)
-            if beat not in self.beats:
-                self.beats.add(beat)
-                self.changed_at = time.monotonic()
-            # rank 0 of an earlier round does not write any more, which is not an error
-            if len(self.beats) > 1:
-                self.missing = waiting
-                if time.monotonic() - self.changed_at > stopped_s:
-                    raise TimeoutError(
-                        f"rank 0 has stopped sending heartbeats for {stopped_s:g} s while the "
-                        "ranks connected"
-                    )
+            found = read_existing(store, [f"{name}/waiting"]) if self.check() and name else {}
+            for text in found.values():
+                beat, waiting = json.loads(text)
+                if beat not in beats:
+                    beats.add(beat)
+                    changed_at = time.monotonic()
+                # rank 0 of an earlier round does not write any more, which is not an error
+                if len(beats) > 1:
+                    missing = waiting
+                    if time.monotonic() - changed_at > self.stopped_s:
+                        raise TimeoutError(
+                            f"rank 0 has stopped sending heartbeats for {self.stopped_s:g} s while "
+                            "the ranks connected"
+                        )
+            self.wait([each for each in missing if each != rank] or [0])
 
 
 # worker processes of this machine: a worker that is stopped while it imports torch never connects
@@ -176,15 +159,13 @@ class _RankZero:
 STATES = {"T": "stopped by a signal", "t": "stopped by a debugger"}
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """A process, as described by /proc/PID/stat."""
 
     pid: int
     parent: int
     state: str
-    ticks: int
-    """clock ticks of CPU time used so far, by all threads"""
+    ticks: int  # clock ticks of CPU time used so far, by all threads
 
 
 class LocalProcesses:
@@ -201,14 +182,7 @@ class LocalProcesses:
             TimeoutError: a worker was stopped at every call during the last `seconds`, and used no
                 CPU time in between; the message names it.
         """
-        if stopped := self._find_stopped(seconds):
-            texts = [f"rank {rank} is {reason}" for rank, reason in sorted(stopped.items())]
-            raise TimeoutError(f"{'; '.join(texts)} and did not run for {seconds:g} s")
-
-    def _find_stopped(self, seconds: float) -> dict[int, str]:
-        """Return the ranks of workers that were stopped for `seconds`, each with the reason."""
-        now = time.monotonic()
-        before, self.found = self.found, {}
+        now, before, self.found = time.monotonic(), self.found, {}
         stopped = {}
         for process in find_children(self.parent):
             if process.pid == self.own or process.state not in STATES:
@@ -219,8 +193,10 @@ class LocalProcesses:
             self.found[process.pid] = (process, since)
             rank = _read_rank(process.pid)
             if rank is not None and now - since >= seconds:
-                stopped[rank] = f"{STATES[process.state]} (process {process.pid})"
-        return stopped
+                stopped[rank] = f"rank {rank} is {STATES[process.state]} (process {process.pid})"
+        if stopped:
+            texts = [stopped[rank] for rank in sorted(stopped)]
+            raise TimeoutError(f"{'; '.join(texts)} and did not run for {seconds:g} s")
 
 
 def find_children(parent: int) -> list[Process]:

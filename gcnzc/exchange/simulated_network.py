@@ -1,19 +1,17 @@
-"""What a simulation consists of: links, faults, machines, tasks, messages and sizes of values."""
+"""What a simulation consists of: links, faults, machines, tasks and messages."""
 
-import math
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
 
 from gcnzc.exchange.agreement import mismatch
 from gcnzc.exchange.collectives import as_bytes
-from gcnzc.exchange.engine import Task
+from gcnzc.exchange.engine import Ledger, Task
 from gcnzc.exchange.errors import WorkerLost
-from gcnzc.exchange.request_log import Ledger
-from gcnzc.exchange.requests import Algorithm, Receive, ReceiveAny, Send, require
+from gcnzc.exchange.requests import Algorithm, Receive, Request, Send, require
 
 NEVER = float("inf")
 
@@ -86,8 +84,6 @@ class SlowDown:
 
 Fault: TypeAlias = Crash | SlowDown
 
-_NO_LIMITS = Link()
-
 
 class SimulatedNetwork:
     """The links of all ranks, and until when they are occupied.
@@ -107,42 +103,26 @@ class SimulatedNetwork:
         link: Link | Sequence[Link] | None = None,
         links: Mapping[tuple[int, int], Link] | None = None,
     ) -> None:
-        one = _NO_LIMITS if link is None else link
+        one = Link() if link is None else link
         self.of_rank = [one] * world_size if isinstance(one, Link) else list(one)
-        require(
-            len(self.of_rank) == world_size,
-            f"{len(self.of_rank)} links for {world_size} ranks",
-            "give one link for all ranks, or one for each",
-        )
+        what = f"{len(self.of_rank)} links for {world_size} ranks"
+        require(len(self.of_rank) == world_size, what)
         self.of_pair = dict(links or {})
         for pair in self.of_pair:
-            require(
-                all(rank in range(world_size) for rank in pair),
-                f"links has the pair {pair!r}, but there are {world_size} ranks",
-                f"give pairs (sender, receiver) of ranks from 0 to {world_size - 1}",
-            )
-        self.has_receiver_limit = any(each.in_bytes_per_s != float("inf") for each in self.of_rank)
+            what = f"links has the pair {pair!r}, but there are {world_size} ranks"
+            require(all(rank in range(world_size) for rank in pair), what)
+        self.has_receiver_limit = any(each.in_bytes_per_s < NEVER for each in self.of_rank)
+        self.simulation: Any = None  # that uses this network
         # when the outgoing link of a rank, of a pair, and the incoming one of a rank, are free
         self.sent_at = [0.0] * world_size
         self.pair_sent_at = dict.fromkeys(self.of_pair, 0.0)
         self.received_at = [0.0] * world_size
-
-    def connect(
-        self,
-        schedule: Callable[[float, Callable[[float], None]], None],
-        end_send: Callable[["SentMessage"], None],
-        set_arrival: Callable[["SentMessage", float], None],
-    ) -> None:
-        """Prepare for a simulation: with functions that call one at a time, and end a message."""
 
     def open(self, message: "SentMessage", now: float) -> None:
         """Start a message, whose receive may have started before."""
 
     def match(self, message: "SentMessage", now: float) -> None:
         """Note that the receive of a message has started, after the message."""
-
-    def crash(self, rank: int) -> None:
-        """End the messages of a rank that have not left it."""
 
     def send(
         self, sender: int, receiver: int, num_bytes: int, now: float
@@ -152,7 +132,8 @@ class SimulatedNetwork:
         Returns:
             Three times in seconds: when the last byte has left the sender, when the first byte
             arrives, and when the last one arrives if the receiver has no limit. They are infinite
-            if a subclass does not know them yet, which then calls `end_send` and `set_arrival`.
+            if a subclass does not know them yet, which then calls `end_send` and
+            `set_arrival` of the simulation.
         """
         link = self.of_rank[sender]
         free = self.sent_at[sender]
@@ -194,21 +175,22 @@ class Machine:
     """
 
     def __init__(self, faults: Sequence[Fault] = ()) -> None:
-        self.crashes_at = min(
-            (each.at_s for each in faults if isinstance(each, Crash)), default=float("inf")
-        )
+        crashes = [each.at_s for each in faults if isinstance(each, Crash)]
+        self.crashes_at = min(crashes, default=NEVER)
         slow = sorted(
-            (each for each in faults if isinstance(each, SlowDown)), key=lambda each: each.at_s
+            (each.at_s, each.at_s + each.seconds, each.factor)
+            for each in faults
+            if isinstance(each, SlowDown)
         )
-        self.slow_downs = [(each.at_s, each.at_s + each.seconds, each.factor) for each in slow]
-        for (_, end, _), (begin, _, _) in zip(self.slow_downs, self.slow_downs[1:], strict=False):
+        self.slow_downs = slow
+        for (_, end, _), (begin, _, _) in pairwise(slow):
             what = f"a slow-down begins at {begin:g} s, before the previous one ends at {end:g} s"
-            require(begin >= end, what, "slow-downs of a rank must not overlap")
+            require(begin >= end, what)
 
     def resume_at(self, now: float) -> float:
         """Return when the rank runs if it could continue at `now`: after a pause."""
         for begin, end, factor in self.slow_downs:
-            if factor == float("inf") and begin <= now < end:
+            if factor == NEVER and begin <= now < end:
                 return end
         return now
 
@@ -227,80 +209,6 @@ class Machine:
             seconds -= (end - now) / factor
             now = end
         return now + seconds
-
-
-class SizeOnly:
-    """The shape and dtype of a contiguous tensor, without its elements.
-
-    Pass it as the values of requests to `lockstep`: messages have the size of the tensor, and
-    nothing is copied or added. It has the methods of a tensor that collectives use; results have
-    the shapes that a tensor would have. Do not use it over processes.
-
-    Args:
-        shape: the shape; a number for a vector.
-        dtype: the dtype.
-    """
-
-    __slots__ = ("_numel", "dtype", "nbytes", "shape")
-
-    def __init__(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
-        self.shape: tuple[int, ...] = (shape,) if isinstance(shape, int) else tuple(shape)
-        self.dtype, self._numel = dtype, math.prod(self.shape)
-        self.nbytes = self._numel * dtype.itemsize
-
-    def __repr__(self) -> str:
-        return f"SizeOnly({self.shape}, {self.dtype})"
-
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return self._numel
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __iter__(self) -> Iterator["SizeOnly"]:
-        return (self[row] for row in range(len(self)))
-
-    def __getitem__(self, key: Any) -> "SizeOnly":
-        if isinstance(key, slice):
-            count = len(range(*key.indices(self.shape[0])))
-            return self if count == self.shape[0] else self.new_empty(count, *self.shape[1:])
-        return self.new_empty(*self.shape[1:])
-
-    def __setitem__(self, key: Any, values: Any) -> None:
-        pass
-
-    def view(self, *shape: Any) -> "SizeOnly":
-        """Return a view of another shape, in which one size may be -1, or of another dtype."""
-        if len(shape) == 1 and isinstance(shape[0], torch.dtype):
-            last = self.shape[-1] * self.dtype.itemsize // shape[0].itemsize
-            return SizeOnly((*self.shape[:-1], last), shape[0])
-        if len(shape) == 1 and isinstance(shape[0], Sequence):
-            shape = tuple(shape[0])
-        if -1 in shape:
-            known = -math.prod(shape)
-            shape = tuple(self._numel // max(known, 1) if size == -1 else size for size in shape)
-        return self.new_empty(*shape)
-
-    def tensor_split(self, parts: int) -> list["SizeOnly"]:
-        """Return parts whose numbers of rows differ by at most 1."""
-        rows, larger = divmod(len(self), parts)
-        both = self.new_empty(rows + 1, *self.shape[1:]), self.new_empty(rows, *self.shape[1:])
-        return [both[part >= larger] for part in range(parts)]
-
-    def is_contiguous(self) -> bool:
-        """Return True."""
-        return True
-
-    def _itself(self, *_: Any) -> "SizeOnly":
-        return self
-
-    # these change elements, or where they are
-    __iadd__ = contiguous = clone = copy_ = div_ = roll = _itself
-
-    def new_empty(self, *shape: int) -> "SizeOnly":
-        """Return a payload of another shape and the same dtype."""
-        return SizeOnly(shape, self.dtype)
 
 
 @dataclass
@@ -323,7 +231,7 @@ class SimulatedTask(Task):
     """A task of one rank in a simulation, and the handle of a started one."""
 
     __slots__ = (
-        "computed_s", "is_abandoned", "is_done", "now", "rank", "waiting", "waits_for",
+        "computed_s", "is_abandoned", "is_done", "now", "num_waits", "rank", "waiting", "waits_for",
     )  # fmt: skip
 
     request, is_on_channel = None, True
@@ -338,82 +246,58 @@ class SimulatedTask(Task):
     ) -> None:
         super().__init__(algorithm, channel, caller)
         self.rank, self.now = rank, now
-        self.computed_s = 0.0
-        """the virtual time of its `Compute` requests so far"""
-        self.waits_for: Any = None
-        """the message, receive, task or `TimedWait` that the task waits for, if any"""
+        self.computed_s = 0.0  # virtual time of its `Compute` requests so far
+        self.waits_for: Any = None  # a message, receive, task or request, if any
+        self.num_waits = 0  # waits that have ended
         self.is_done = self.is_abandoned = False
-        self.waiting: list[Any] = []
-        """the tasks and `TimedWait`s that wait for this one"""
+        # called with the time when this task has ended
+        self.waiting: list[Callable[[float], None]] = []
+
+    @property
+    def ends_at(self) -> float:
+        """When its `Wait` ends."""
+        return self.now if self.is_done else NEVER
 
     def describe_wait(self) -> str:
         """Describe what the task waits for, for error messages."""
-        pending, within = self.waits_for, ""
-        what = "a request that it started"
-        if pending is not None and pending.request is not None:
-            what = pending.request.describe()
-        if not isinstance(pending, TimedWait):
-            within = f" in {self.kind}" if self.kind else ""
+        pending = self.waits_for
+        if isinstance(pending, Request):
+            return f"rank {self.rank} waits for {pending.describe()}"
+        what, channel = "a request that it started", None
+        if pending is not None:
             # a receive has the channel of its task
             channel = getattr(pending, "channel", self.channel)
-            within += f" on channel {channel}" if channel and pending is not None else ""
+            what = what if pending.request is None else pending.request.describe()
+        within = f" in {self.kind}" if self.kind else ""
+        within += f" on channel {channel}" if channel else ""
         return f"rank {self.rank} waits for {what}{within}"
 
 
-class TimedWait:
-    """A wait of a task for one of several events, such as a message or the end of a limit."""
-
-    __slots__ = ("is_over", "queues", "request", "task")
-
-    def __init__(self, task: SimulatedTask, request: Any) -> None:
-        self.task, self.request, self.is_over = task, request, False
-        self.queues: list[list[Any]] = []
-        """the lists of waits for the events"""
-
-    def enter(self, queues: list[list[Any]]) -> None:
-        """Add the wait to lists."""
-        self.queues = queues
-        for queue in queues:
-            queue.append(self)
-
-    def end(self) -> bool:
-        """End the wait; return whether it was pending, and its rank has not crashed."""
-        if self.is_over or self.task.is_done:
-            return False
-        self.is_over = True
-        for queue in self.queues:
-            if self in queue:
-                queue.remove(self)
-        return True
-
-
+@dataclass(eq=False, slots=True)
 class SentMessage:
     """A message that has been sent, and the answer of its `Start`."""
 
-    __slots__ = (
-        "arrives_at", "channel", "copy", "matched_at", "num_bytes", "number", "peer",
-        "receive", "request", "sender", "sent_at", "task",
-    )  # fmt: skip
+    request: Send
+    sender: int
+    channel: str | None
+    copy: Any  # the bytes of the values at the start; None without elements
+    sent_at: float
+    arrives_at: float = NEVER
+    matched_at: float = NEVER  # when both the message and its receive had started
+    # the matching receive until the message arrives, then None: a cycle of references would delay
+    # the release of their memory
+    receive: "StartedReceive | None" = None
+    task: SimulatedTask | None = None  # that waits until it is sent
 
-    def __init__(
-        self, request: Send, sender: int, number: int, copy: Any, num_bytes: int, sent_at: float,
-        channel: str | None,
-    ) -> None:  # fmt: skip
-        self.request, self.num_bytes, self.sent_at = request, num_bytes, sent_at
-        self.channel = channel
-        self.sender, self.peer = sender, request.peer
-        self.number = number
-        """the number of the message among all messages of the simulation, by their starts"""
-        self.copy = copy
-        """the bytes of the values at the start, which also show changes; None for `SizeOnly`"""
-        self.arrives_at = NEVER
-        self.matched_at = NEVER
-        """when both the message and its receive had started"""
-        self.receive: StartedReceive | None = None
-        """the matching receive until the message arrives, then None: a cycle of references would
-        delay the release of their memory"""
-        self.task: SimulatedTask | None = None
-        """the task that waits until it is sent"""
+    @property
+    def peer(self) -> int:
+        """The rank that receives it."""
+        return self.request.peer
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the values."""
+        return self.request.values.nbytes
 
     @property
     def ends_at(self) -> float:
@@ -424,8 +308,8 @@ class SentMessage:
         """Whether it has not ended, and waits for a rank."""
         return self.peer == peer
 
-    def check_unchanged(self) -> None:
-        """Check that the values have not changed while they were sent."""
+    def take(self) -> None:
+        """Check that the values have not changed while they were sent; the answer of `Wait`."""
         if self.copy is not None and not torch.equal(as_bytes(self.request.values), self.copy):
             raise RuntimeError(
                 f"rank {self.sender} changed a tensor while it was being sent\n\n"
@@ -433,56 +317,39 @@ class SentMessage:
             )
 
 
+@dataclass(eq=False, slots=True)
 class StartedReceive:
     """A receive that has started, and the answer of its `Start`."""
 
-    __slots__ = ("message", "peer", "request", "task")
+    request: Receive
+    rank: int
+    message: SentMessage | None = None
+    task: SimulatedTask | None = None  # that waits for the message
 
-    def __init__(self, request: Receive | ReceiveAny, peer: int | None) -> None:
-        self.request = request
-        self.peer = peer
-        """the rank that sends the message; None until it is known"""
-        self.message: SentMessage | None = None
-        self.task: SimulatedTask | None = None
-        """the task that waits for the message"""
+    @property
+    def peer(self) -> int:
+        """The rank that sends the message."""
+        return self.request.peer
+
+    @property
+    def ends_at(self) -> float:
+        """When its `Wait` ends: the message arrives."""
+        return NEVER if self.message is None else self.message.arrives_at
 
     def is_waiting(self, peer: int, at: float) -> bool:
         """Whether it waits for a rank, and its message has not left that rank at a time."""
         message = self.message
         return self.peer == peer and (message is None or message.sent_at > at)
 
-    def take(self, rank: int) -> Any:
-        """Write the values of the message, which has arrived, and return the answer."""
-        message = self.message
+    def take(self) -> Any:
+        """Write the values of the message, which has arrived, and return them."""
+        message, values = self.message, self.request.values
         assert message is not None, "it has arrived"
-        values = self.request.values
         if values.nbytes != message.num_bytes:
             raise mismatch(
-                f"rank {rank} expects {values.nbytes} bytes from rank {message.sender}, which "
+                f"rank {self.rank} expects {values.nbytes} bytes from rank {message.sender}, which "
                 f"sends {message.num_bytes}"
             )
         if message.copy is not None:
             as_bytes(values).copy_(message.copy)
-        return (values, message.sender) if type(self.request) is ReceiveAny else values
-
-
-def invalid_like(values: Any) -> Any:
-    """Return scratch memory for values like these, which shows if it is read before it is written.
-
-    All its bits are set, which are NaN in float16, bfloat16, float32 and float64.
-    """
-    if isinstance(values, SizeOnly):
         return values
-    scratch = torch.empty_like(values)
-    as_bytes(scratch).fill_(0xFF)
-    return scratch
-
-
-class Mailbox:
-    """The messages from one rank to another that have no receive, or receives without a message."""
-
-    __slots__ = ("messages", "receives")
-
-    def __init__(self) -> None:
-        self.messages: deque[SentMessage] = deque()
-        self.receives: deque[StartedReceive] = deque()

@@ -11,16 +11,16 @@ The memory of a simulation is proportional to the requests that have started and
 import gc
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from gcnzc.exchange.agreement import describe_other_channels, find_difference, mismatch
 from gcnzc.exchange.collectives import Collective, as_bytes
-from gcnzc.exchange.engine import Engine
+from gcnzc.exchange.engine import Engine, channel_sequence
 from gcnzc.exchange.errors import WorkerLost
-from gcnzc.exchange.request_log import channel_sequence
 from gcnzc.exchange.requests import (
     Algorithm,
     CompareAndSet,
@@ -29,34 +29,27 @@ from gcnzc.exchange.requests import (
     Message,
     Now,
     Receive,
-    ReceiveAny,
     Request,
-    Scratch,
     Send,
     Start,
     StoreRequest,
     Wait,
     WaitForKey,
-    check_kind,
+    message_sequence,
     require,
-    yield_request,
 )
 from gcnzc.exchange.simulated_network import (
     NEVER,
     Fault,
     Link,
     Machine,
-    Mailbox,
     Outcome,
     SentMessage,
     SimulatedNetwork,
     SimulatedTask,
-    SizeOnly,
     StartedReceive,
-    TimedWait,
-    invalid_like,
 )
-from gcnzc.exchange.store import MemoryStore, execute
+from gcnzc.exchange.store import StoredKeys
 
 # new objects after which Python searches for cyclic garbage; the default is at most 2000
 _GC_THRESHOLD = 200_000
@@ -72,8 +65,9 @@ def lockstep(
     """Run the algorithms of W ranks in one process, and simulate the time that they take.
 
     Args:
-        algorithms: one for each rank, in the order of ranks. Their requests may have `SizeOnly`
-            values, if only the time is needed.
+        algorithms: one for each rank, in the order of ranks. If only the time is needed, their
+            requests may have tensors on the device "meta", which have a shape and a dtype, and no
+            elements.
         link: the link of each rank, or a sequence of W links; None has no limits. Or a network of
             its own, for one simulation.
         links: by (sender, receiver), links whose bandwidth and latency limit their messages in
@@ -133,27 +127,24 @@ class Simulation:
     ) -> None:
         world_size = len(algorithms)
         for rank in faults:
-            require(
-                rank in range(world_size),
-                f"faults has rank {rank!r}, but there are {world_size} ranks",
-                f"give ranks from 0 to {world_size - 1}",
-            )
-        what = f"requests to the store that take {store_s} s"
-        require(0 <= store_s < NEVER, what, "give a time of at least 0")
+            what = f"faults has rank {rank!r}, but there are {world_size} ranks"
+            require(rank in range(world_size), what)
+        require(0 <= store_s < NEVER, f"requests to the store that take {store_s} s")
         self.network, self.has_faults = network, bool(faults)
         # (time, number, task, or a function that is called with the time)
         self.events: list[tuple[float, int, SimulatedTask | Callable[[float], None]]] = []
-        self.num_events = self.num_messages = 0
+        self.num_events = 0
         # tasks that have not ended
         self.tasks: dict[SimulatedTask, None] = {}
-        self.mailboxes: defaultdict[Any, Mailbox] = defaultdict(Mailbox)
-        self.any_receives: defaultdict[Any, deque[StartedReceive]] = defaultdict(deque)
-        """the receives from any rank without a message; see `key_of_any`"""
+        # by sender, receiver, channel, and whether they are of collectives: the messages without a
+        # receive, or the receives without a message
+        self.queues: defaultdict[Any, deque[Any]] = defaultdict(deque)
+        # by rank, or rank and channel of collectives, when its connections broke, and why
         self.broken: dict[int | tuple[int, str | None], tuple[float, WorkerLost]] = {}
-        """by rank, or rank and channel of collectives, when its connections broke, and why"""
-        self.store, self.half_s = MemoryStore(), store_s / 2
-        self.key_waits: defaultdict[str, list[TimedWait]] = defaultdict(list)
-        network.connect(self.schedule, self.end_send, self.set_arrival)
+        self.keys, self.half_s = StoredKeys(), store_s / 2
+        # by key, the tasks that wait for it, and the numbers of their waits
+        self.key_waits: defaultdict[str, list[tuple[SimulatedTask, int]]] = defaultdict(list)
+        network.simulation = self
         self.ranks = [
             SimulatedRank(self, rank, world_size, Machine(faults.get(rank, ())))
             for rank in range(world_size)
@@ -204,16 +195,17 @@ class Simulation:
     def wake(self, task: SimulatedTask, at: float) -> None:
         """Schedule a task that waits, for a time or for its own if that is later."""
         task.waits_for = None
+        task.num_waits += 1
         self.schedule(at if at > task.now else task.now, task)
 
-    def end_wait(self, wait: TimedWait, answer: Any, at: float) -> None:
-        """Answer the task of a wait, unless that was done before, or its rank has crashed."""
-        if wait.end():
-            wait.task.answer = answer
-            self.wake(wait.task, at)
+    def answer(self, task: SimulatedTask, wait: int, answer: Any, at: float) -> None:
+        """Answer a numbered wait of a task, unless that has ended, or its rank has crashed."""
+        if task.num_waits == wait and not task.is_done:
+            task.answer = answer
+            self.wake(task, at)
 
     def fail_waits(self, at: float) -> bool:
-        """Raise an error in tasks that wait for a key or for any rank, when none can continue.
+        """Raise an error in tasks that wait for a key, when none can continue.
 
         Returns:
             Whether there was such a task. There is none if no rank has ended with an error.
@@ -221,43 +213,42 @@ class Simulation:
         lost = next((each.error for each in self.ranks if each.error is not None), None)
         if lost is None:
             return False
-        keys = [each for waits in self.key_waits.values() for each in waits]
-        found: list[Any] = [each for each in keys if each.request.seconds is None and each.end()]
-        verb, delay_s = "set", self.half_s
-        if not found:
-            receives = [each for receives in self.any_receives.values() for each in receives]
-            found = [each for each in receives if each.task is not None and not each.task.is_done]
-            verb, delay_s = "sent", 0.0
-        for each in found:
-            task, each.task = each.task, None
+        waits = chain.from_iterable(self.key_waits.values())
+        tasks = [task for task, wait in waits if task.num_waits == wait and not task.is_done]
+        found = [task for task in tasks if task.waits_for.seconds is None]
+        for task in found:
+            key = task.waits_for.describe()
             task.error = WorkerLost(
-                f"rank {task.rank} waited for {each.request.describe()}, which no rank has {verb}: "
-                f"{lost}"
+                f"rank {task.rank} waited for {key}, which no rank has set: {lost}"
             )
-            self.wake(task, at + delay_s)
+            self.wake(task, at + self.half_s)
         return bool(found)
 
     # messages
 
+    def find_queue(self, task: SimulatedTask, message: Message, channel: str | None) -> deque[Any]:
+        """Return the queue of a message; one of an algorithm is compared with that of its peer.
+
+        Messages of collectives are not received by `Receive` requests of algorithms.
+        """
+        rank, peer, kind = task.rank, message.peer, task.kind
+        if not kind:
+            self.record(rank, message.sequence(rank, channel), message, task.caller, [peer])
+        sender, receiver = (rank, peer) if type(message) is Send else (peer, rank)
+        return self.queues[sender, receiver, channel, bool(kind)]
+
     def send(self, task: SimulatedTask, request: Send, channel: str | None) -> SentMessage:
         """Send a message: occupy the links, and match it with a receive."""
-        sender, receiver, values = task.rank, request.peer, request.values
-        sequence = "" if task.kind else self.check_message(task, request, channel)
-        num_bytes = values.nbytes
-        copy = None if isinstance(values, SizeOnly) else as_bytes(values).clone()
+        queue, values = self.find_queue(task, request, channel), request.values
+        sender, receiver, num_bytes = task.rank, request.peer, values.nbytes
+        copy = None if values.is_meta else as_bytes(values).clone()
         sent_at, first, last = self.network.send(sender, receiver, num_bytes, task.now)
-        self.ranks[sender].ledger.add(task.kind or "Send", num_bytes)
-        self.num_messages += 1
-        message = SentMessage(request, sender, self.num_messages, copy, num_bytes, sent_at, channel)
-        # messages of collectives are not received by `Receive` requests of algorithms
-        mailbox = self.mailboxes[sender, receiver, channel, sequence]
-        receives = mailbox.receives
-        if not receives and request.tag is not None:
-            receives = self.any_receives[key_of_any(receiver, channel, request, task.caller)]
-        if receives:
-            self.match(message, receives.popleft(), task.now)
+        self.ranks[sender].ledger.add(task.kind or "Send", num_bytes, 1)
+        message = SentMessage(request, sender, channel, copy, sent_at)
+        if queue and type(queue[0]) is StartedReceive:
+            self.match(message, queue.popleft(), task.now)
         else:
-            mailbox.messages.append(message)
+            queue.append(message)
         self.network.open(message, task.now)
         if sent_at == NEVER or sent_at > self.ranks[sender].machine.crashes_at:
             pass  # it has not left the rank yet, or when it crashes
@@ -267,32 +258,15 @@ class Simulation:
             self.set_arrival(message, last)
         return message
 
-    def receive(self, task: SimulatedTask, request: Receive) -> StartedReceive:
+    def receive(self, task: SimulatedTask, request: Receive, channel: str | None) -> StartedReceive:
         """Start a receive, and match it with a message."""
-        sequence = "" if task.kind else self.check_message(task, request, task.channel)
-        receive = StartedReceive(request, request.peer)
-        mailbox = self.mailboxes[request.peer, task.rank, task.channel, sequence]
-        if mailbox.messages:
-            self.match_sent(mailbox.messages.popleft(), receive, task.now)
+        queue, receive = self.find_queue(task, request, channel), StartedReceive(request, task.rank)
+        if queue and type(queue[0]) is SentMessage:
+            message = queue.popleft()
+            self.match(message, receive, task.now)
+            self.network.match(message, task.now)
         else:
-            mailbox.receives.append(receive)
-        return receive
-
-    def receive_any(self, task: SimulatedTask, request: ReceiveAny) -> StartedReceive:
-        """Start a receive from any rank, and match it with the message that was sent first."""
-        rank, channel = task.rank, task.channel
-        request.check(rank, len(self.ranks))
-        receive, found = StartedReceive(request, None), []
-        for sender in range(len(self.ranks)):
-            name = request.sequence(rank, channel or "", task.caller, sender)
-            mailbox = self.mailboxes.get((sender, rank, channel, name))
-            if mailbox is not None and mailbox.messages:
-                found.append(mailbox.messages)
-        if found:
-            first = min(found, key=lambda messages: messages[0].number)
-            self.match_sent(first.popleft(), receive, task.now)
-        else:
-            self.any_receives[key_of_any(rank, channel, request, task.caller)].append(receive)
+            queue.append(receive)
         return receive
 
     def arrive(self, message: SentMessage, receiver: int, first: float, last: float) -> None:
@@ -304,18 +278,13 @@ class Simulation:
         message.arrives_at = at
         receive, message.receive = message.receive, None
         if receive is not None and receive.task is not None:
-            receive.task.answer = receive.take(receive.task.rank)
+            receive.task.answer = receive.take()
             self.wake(receive.task, at)
             receive.task = None
 
-    def match_sent(self, message: SentMessage, receive: StartedReceive, now: float) -> None:
-        """Connect a message that was sent before with its receive, which has just started."""
-        self.match(message, receive, now)
-        self.network.match(message, now)
-
     def match(self, message: SentMessage, receive: StartedReceive, now: float) -> None:
         """Connect a message with its receive, when the later one of the two starts."""
-        message.matched_at, receive.message, receive.peer = now, message, message.sender
+        message.matched_at, receive.message = now, message
         if message.arrives_at == NEVER:
             message.receive = receive
         self.end_send(message)
@@ -323,7 +292,7 @@ class Simulation:
     def end_send(self, message: SentMessage) -> None:
         """Resume the task that waits for a message if it is sent and its receive has started."""
         if message.task is not None and message.ends_at < NEVER:
-            message.check_unchanged()
+            message.take()
             self.wake(message.task, message.ends_at)
             message.task = None
 
@@ -339,7 +308,6 @@ class Simulation:
     def lose(self, rank: int, at: float, error: WorkerLost) -> None:
         """End all tasks of a rank, and break its connections."""
         self.ranks[rank].error = error
-        self.network.crash(rank)
         for task in [each for each in self.tasks if each.rank == rank]:
             task.is_done = True
             del self.tasks[task]
@@ -389,19 +357,6 @@ class Simulation:
     # comparison of the requests of ranks; processes wait until all ranks have opened a channel,
     # for which the simulation takes no time
 
-    def check_message(self, task: SimulatedTask, message: Message, channel: str | None) -> str:
-        """Check a message, and compare it with the request of its peer if there is one.
-
-        Returns:
-            The name of its sequence; a message with a tag matches any of its sequence.
-        """
-        message.check(task.rank, len(self.ranks))
-        sequence = message.sequence(task.rank, channel or "", task.caller)
-        if message.tag is None:
-            peer: int = message.peer  # type: ignore[attr-defined]
-            self.record(task.rank, sequence, message, task.caller, [peer])
-        return sequence
-
     def record(
         self, rank: int, sequence: str, request: Any, caller: str, peers: Sequence[int]
     ) -> None:
@@ -436,15 +391,19 @@ class Simulation:
 
     def describe_other_channels(self) -> list[str]:
         """Describe messages that were sent on one channel while their receiver waits on another."""
-        expected = defaultdict(list)
-        for (sender, receiver, _, sequence), mailbox in self.mailboxes.items():
-            if mailbox.receives:
-                expected[sender, receiver].append(sequence)
+        sent, received = (
+            [
+                (sender, receiver, channel)
+                for (sender, receiver, channel, is_collective), queue in self.queues.items()
+                if queue and type(queue[0]) is kind and not is_collective
+            ]
+            for kind in (SentMessage, StartedReceive)
+        )
         return describe_other_channels(
-            (sequence, other, (sender, receiver))
-            for (sender, receiver, _, sequence), mailbox in self.mailboxes.items()
-            if mailbox.messages
-            for other in expected[sender, receiver]
+            (message_sequence(*started), message_sequence(*expected), started[:2])
+            for started in sent
+            for expected in received
+            if started[:2] == expected[:2]
         )
 
 
@@ -463,10 +422,8 @@ class SimulatedRank(Engine):
     ) -> None:
         super().__init__(rank, world_size)
         self.simulation, self.machine = simulation, machine
-        self.error: WorkerLost | None = None
-        """the error with which the rank has ended"""
-        self.opened: list[str] = []
-        """the channels in the order in which the rank has opened them"""
+        self.error: WorkerLost | None = None  # with which the rank has ended
+        self.opened: list[str] = []  # channels, in the order in which the rank has opened them
         self.last_in_channel: dict[str, SimulatedTask] = {}
 
     def resume(self, task: SimulatedTask, at: float) -> None:
@@ -500,13 +457,9 @@ class SimulatedRank(Engine):
         simulation = self.simulation
         task.is_done = True
         simulation.tasks.pop(task, None)
-        for other in tuple(task.waiting):
-            if type(other) is TimedWait:
-                simulation.end_wait(other, other.request.pending.index(task), task.now)
-                continue
-            other.answer, other.error = task.answer, task.error
-            simulation.wake(other, task.now)
-        task.waiting.clear()
+        waiting, task.waiting = task.waiting, []
+        for resume in waiting:
+            resume(task.now)
         if task.channel is None and task.error is not None:
             simulation.lose(self.rank, task.now, task.error)
 
@@ -517,7 +470,6 @@ class SimulatedRank(Engine):
 
     def compute(self, task: SimulatedTask, request: Compute) -> bool:
         """See `Engine`."""
-        request.check()
         end = self.machine.end_of(task.now, request.seconds)
         task.computed_s += end - task.now
         return self.continue_at(task, end)
@@ -527,21 +479,15 @@ class SimulatedRank(Engine):
         task.answer = task.now
         return True
 
-    def allocate(self, task: SimulatedTask, request: Scratch) -> bool:
-        """See `Engine`."""
-        task.answer = invalid_like(request.values)
-        return True
-
-    def run_collective(self, task: SimulatedTask, request: Any) -> bool:
+    def exchange(self, task: SimulatedTask, request: Collective) -> bool:
         """See `Engine`: continue with the messages of a collective."""
-        check_kind(request, Collective, "an algorithm yields")
+        kind = type(request).__name__
         if not task.kind:
             # otherwise `start_task` has counted it
-            self.ledger.count(request.name)
+            self.ledger.add(kind, requests=1)
         task.outer.append((task.algorithm, task.kind))
-        task.kind = request.name
-        request.check(self.world_size)
-        sequence, peers = channel_sequence(task.channel or ""), range(self.world_size)
+        task.kind = kind
+        sequence, peers = channel_sequence(task.channel), range(self.world_size)
         self.simulation.record(self.rank, sequence, request, task.caller, peers)
         is_builtin = request.is_builtin(is_started=task.channel is not None)
         task.algorithm = request.messages(self.rank, self.world_size, is_builtin=is_builtin)
@@ -551,12 +497,8 @@ class SimulatedRank(Engine):
         self, task: SimulatedTask, message: Any, channel: str | None, request: Request
     ) -> SentMessage | StartedReceive:
         """See `Engine`."""
-        kind = type(message)
-        if kind is Send:
-            return self.simulation.send(task, message, channel)
-        if kind is ReceiveAny:
-            return self.simulation.receive_any(task, message)
-        return self.simulation.receive(task, message)
+        start = self.simulation.send if type(message) is Send else self.simulation.receive
+        return start(task, message, channel)
 
     def open_channel(self, task: SimulatedTask, channel: str, request: Start) -> None:
         """See `Engine`."""
@@ -566,49 +508,49 @@ class SimulatedRank(Engine):
             self.simulation.record(self.rank, channel_sequence(""), words, task.caller, peers)
 
     def start_task(
-        self, task: SimulatedTask, started: Any, channel: str, request: Start
+        self,
+        task: SimulatedTask,
+        algorithm: Algorithm[Any],
+        started: Any,
+        channel: str,
+        request: Start,
     ) -> SimulatedTask:
         """See `Engine`: a task that runs after the last one of its channel."""
-        algorithm = started if isinstance(started, Generator) else yield_request(started)
         before = self.last_in_channel.get(channel)
-        # a receive from any rank does not wait for the requests before it
-        is_any = type(started) is ReceiveAny
-        if before is not None and not before.is_done and not is_any:
+        if before is not None and not before.is_done:
             algorithm = run_after(before, algorithm)
         new = SimulatedTask(self.rank, task.now, algorithm, channel, task.caller)
         if isinstance(started, Collective):
-            new.kind = started.name
-            self.ledger.count(new.kind)
-        if not is_any:
-            self.last_in_channel[channel] = new
+            new.kind = type(started).__name__
+            self.ledger.add(new.kind, requests=1)
+        self.last_in_channel[channel] = new
         return self.simulation.add_task(new)
 
     def wait_for(self, task: SimulatedTask, pending: Any, request: Request) -> bool:
         """See `Engine`: continue now, at a later time, or when the pending request ends."""
-        kind = type(pending)
-        if kind is SentMessage:
+        simulation = self.simulation
+        if pending.ends_at < NEVER:
             # as over gloo, a send finishes only after its peer has started to receive; the
             # simulated transfer does not wait for that
-            if pending.ends_at < NEVER:
-                pending.check_unchanged()
-                return self.continue_at(task, pending.ends_at)
-        elif kind is StartedReceive:
-            message = pending.message
-            if message is not None and message.arrives_at < NEVER:
-                task.answer = pending.take(task.rank)
-                return self.continue_at(task, message.arrives_at)
-        elif pending.is_done:
-            task.answer, task.error = pending.answer, pending.error
-            return self.continue_at(task, pending.now)
-        else:
+            if type(pending) is SimulatedTask:
+                task.answer, task.error = pending.answer, pending.error
+            else:
+                task.answer = pending.take()
+            return self.continue_at(task, pending.ends_at)
+        if type(pending) is SimulatedTask:
             task.waits_for = pending
-            pending.waiting.append(task)
+            pending.waiting.append(partial(self.hand_over, pending, task))
             return False
-        loss = self.simulation.find_loss(task, pending) if self.simulation.broken else None
+        loss = simulation.find_loss(task, pending) if simulation.broken else None
         if loss is not None:
             raise loss
         task.waits_for, pending.task = pending, task
         return False
+
+    def hand_over(self, ended: SimulatedTask, task: SimulatedTask, at: float) -> None:
+        """Resume a task that waits for one that has ended."""
+        task.answer, task.error = ended.answer, ended.error
+        self.simulation.wake(task, at)
 
     def wait_for_any(self, task: SimulatedTask, request: First) -> bool:
         """See `Engine`."""
@@ -616,60 +558,53 @@ class SimulatedRank(Engine):
             if pending.is_done:
                 task.answer = index
                 return self.continue_at(task, pending.now)
-        task.waits_for = wait = TimedWait(task, request)
-        wait.enter([pending.waiting for pending in request.pending])
-        self.limit(wait, task.now)
+        task.waits_for = request
+        for index, pending in enumerate(request.pending):
+            pending.waiting.append(partial(self.simulation.answer, task, task.num_waits, index))
+        self.limit(task, request, task.now)
         return False
 
-    def limit(self, wait: TimedWait, now: float, delay_s: float = 0.0) -> None:
-        """Answer a wait with None after its limit, and a delay."""
-        seconds, simulation = wait.request.seconds, self.simulation
+    def limit(
+        self, task: SimulatedTask, request: First | WaitForKey, now: float, delay_s: float = 0.0
+    ) -> None:
+        """Answer the wait of a task with None after its limit, and a delay."""
+        simulation, wait, seconds = self.simulation, task.num_waits, request.seconds
         if seconds is not None and seconds < NEVER:
             simulation.schedule(
-                now + seconds, lambda at: simulation.end_wait(wait, None, at + delay_s)
+                now + seconds, lambda at: simulation.answer(task, wait, None, at + delay_s)
             )
 
     # requests to the store
 
     def use_store(self, task: SimulatedTask, request: StoreRequest) -> bool:
         """See `Engine`: the request arrives after half of its time."""
-        arrive: Callable[[float], None]
-        if isinstance(request, WaitForKey):
-            task.waits_for = TimedWait(task, request)
-            arrive = partial(self.begin_wait, task.waits_for)
-        else:
-            arrive = partial(self.execute, task, request)
-        self.simulation.schedule(task.now + self.simulation.half_s, arrive)
+        task.waits_for = request
+        execute: Any = self.begin_wait if isinstance(request, WaitForKey) else self.execute
+        self.simulation.schedule(task.now + self.simulation.half_s, partial(execute, task, request))
         return False
 
     def execute(self, task: SimulatedTask, request: StoreRequest, at: float) -> None:
         """Execute a request that has arrived at the store."""
         simulation, end = self.simulation, at + self.simulation.half_s
-        is_set = isinstance(request, CompareAndSet)
-        if is_set and task.is_done:
+        if isinstance(request, CompareAndSet) and task.is_done:
             return  # the rank has crashed, so its request does not reach the store
-        answer = execute(request, simulation.store)
+        answer = simulation.keys.execute(request)
         if isinstance(request, CompareAndSet) and answer == request.value:
-            for wait in tuple(simulation.key_waits.pop(request.key, ())):
-                simulation.end_wait(wait, answer, end)
+            for waiting, wait in simulation.key_waits.pop(request.key, ()):
+                simulation.answer(waiting, wait, answer, end)
         if not task.is_done:
             task.answer = answer
             simulation.wake(task, end)
 
-    def begin_wait(self, wait: TimedWait, at: float) -> None:
+    def begin_wait(self, task: SimulatedTask, request: WaitForKey, at: float) -> None:
         """Answer a wait if its key exists; otherwise store the wait until the key is set."""
-        simulation, key = self.simulation, wait.request.key
-        (value,) = simulation.store.read([key])
+        simulation = self.simulation
+        (value,) = simulation.keys.read([request.key])
         if value:
-            simulation.end_wait(wait, value, at + simulation.half_s)
+            simulation.answer(task, task.num_waits, value, at + simulation.half_s)
         else:
-            wait.enter([simulation.key_waits[key]])
-            self.limit(wait, at, simulation.half_s)
-
-
-def key_of_any(receiver: int, channel: str | None, message: Message, caller: str) -> Any:
-    """Return what a message and a receive from any rank that match have in common."""
-    return receiver, channel, message.describe_header()[0], caller
+            simulation.key_waits[request.key].append((task, task.num_waits))
+            self.limit(task, request, at, simulation.half_s)
 
 
 def run_after(before: SimulatedTask, algorithm: Algorithm[Any]) -> Algorithm[Any]:

@@ -6,16 +6,13 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
+
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import Store as Store  # type: ignore[attr-defined]
 
 from gcnzc.exchange.errors import ConnectionBroken, network
-from gcnzc.exchange.requests import (
-    CompareAndSet,
-    DeleteKeys,
-    ReadKeys,
-    StoreRequest,
-    WaitForKey,
-)
+from gcnzc.exchange.requests import CompareAndSet, ReadKeys, StoreRequest, WaitForKey
 
 T = TypeVar("T")
 
@@ -27,25 +24,6 @@ PREFIX = "gcnzc/keys/"
 _NO_VALUE = f"gcnzc/no-value/{uuid.uuid4()}"
 # time limit of the wait for a request to a store that does not respond, in seconds
 END_S = 3.0
-
-
-class Store(Protocol):
-    """The methods of torch's stores that this package uses."""
-
-    def set(self, key: str, value: str) -> object:
-        """Write a key."""
-
-    def get(self, key: str) -> bytes:
-        """Read a key; waits until it exists."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which starts at 0, and return the result."""
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Read all keys with one request; waits until they exist."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys exist."""
 
 
 def read_existing(store: Store, keys: Sequence[str]) -> dict[str, bytes]:
@@ -107,41 +85,15 @@ def start_thread(name: str, function: Callable[[], T]) -> "Future[T]":
     return outcome
 
 
-class MemoryStore:
-    """A store of one process: of a single rank, or of a simulation."""
+class StoredKeys:
+    """The keys of algorithms in a store of torch.distributed, and the requests to them.
 
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
+    Args:
+        store: the store that all ranks share; None for one of this process, as for a single rank.
+    """
 
-    def compare_and_set(self, key: str, expected: bytes, value: bytes) -> bytes:
-        """Set a key if it has the expected value, and return the value of the key afterwards."""
-        if self.values.get(key, b"") == expected:
-            self.values[key] = value
-        return self.values.get(key, b"")
-
-    def read(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of keys."""
-        return [self.values.get(key, b"") for key in keys]
-
-    def delete(self, keys: Sequence[str]) -> None:
-        """Delete keys that may not exist."""
-        for key in keys:
-            self.values.pop(key, None)
-
-
-class SharedStore:
-    """The keys of algorithms in a store of torch.distributed; see `MemoryStore`."""
-
-    def __init__(self, store: Any) -> None:
-        self.store = store
-
-    def compare_and_set(self, key: str, expected: bytes, value: bytes) -> bytes:
-        """Set a key if it has the expected value, and return the value of the key afterwards."""
-        answer = bytes(self.store.compare_set(PREFIX + key, expected, value))
-        # torch's store answers the expected value if the key does not exist
-        if answer == expected == value:
-            return self.read([key])[0]
-        return b"" if answer == expected else answer
+    def __init__(self, store: Any = None) -> None:
+        self.store: Any = HashStore() if store is None else store
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys."""
@@ -153,59 +105,46 @@ class SharedStore:
         found = read_existing(self.store, names)
         return [bytes(found.get(name, b"")) for name in names]
 
-    def delete(self, keys: Sequence[str]) -> None:
-        """Delete keys that may not exist."""
-        for key in keys:
-            self.store.delete_key(PREFIX + key)
-
-
-def execute(request: StoreRequest, stored: MemoryStore | SharedStore) -> Any:
-    """Execute a request that does not wait, and return its answer."""
-    if isinstance(request, CompareAndSet):
-        return stored.compare_and_set(request.key, request.expected, request.value)
-    if isinstance(request, ReadKeys):
-        return stored.read(request.keys)
-    assert isinstance(request, DeleteKeys), "there are no other kinds"
-    return stored.delete(request.keys)
-
-
-class StoreRequests:
-    """Executes requests to the store of a group.
-
-    Args:
-        store: a store of torch.distributed that all ranks share; None for a single rank.
-        timeout_s: time limit of waits without one, in seconds.
-    """
-
-    def __init__(self, store: Any, timeout_s: float) -> None:
-        self.stored = MemoryStore() if store is None else SharedStore(store)
-        self.timeout_s = timeout_s
-
     def execute(self, request: StoreRequest) -> Any:
-        """Execute a request, which is valid, and return its answer.
+        """Execute a request that does not wait, and return its answer."""
+        if isinstance(request, ReadKeys):
+            return self.read(request.keys)
+        if isinstance(request, CompareAndSet):
+            expected, value = request.expected, request.value
+            answer = bytes(self.store.compare_set(PREFIX + request.key, expected, value))
+            # torch's store answers the expected value if the key does not exist
+            if answer == expected == value:
+                return self.read([request.key])[0]
+            return b"" if answer == expected else answer
+        for key in request.all_keys():
+            self.store.delete_key(PREFIX + key)
+        return None
+
+    def answer(self, request: StoreRequest, timeout_s: float) -> Any:
+        """Execute a request, and return its answer.
+
+        Args:
+            request: the request.
+            timeout_s: the time limit of waits without one, in seconds.
 
         Raises:
-            ConnectionBroken: the store does not respond, or a wait without a limit took longer than
-                the time limit of the group.
+            ConnectionBroken: the store does not respond, or a wait without a limit took too long.
         """
         with network():
             if isinstance(request, WaitForKey):
-                return self._wait(request)
-            return execute(request, self.stored)
+                return self._wait(request, timeout_s)
+            return self.execute(request)
 
-    def _wait(self, request: WaitForKey) -> bytes | None:
-        limit_s = self.timeout_s if request.seconds is None else request.seconds
-        end, pause_s = time.monotonic() + limit_s, POLL_S
-        while True:
-            (value,) = self.stored.read([request.key])
-            if value:
-                return value
+    def _wait(self, request: WaitForKey, timeout_s: float) -> bytes | None:
+        seconds, pause_s = request.seconds, POLL_S
+        end = time.monotonic() + (timeout_s if seconds is None else seconds)
+        while not (value := self.read([request.key])[0]):
             remaining_s = end - time.monotonic()
             if remaining_s <= 0:
-                break
+                if seconds is not None:
+                    return None
+                limit = TimeoutError("no rank has set the key within the time limit")
+                raise ConnectionBroken from limit
             time.sleep(min(pause_s, remaining_s))
             pause_s = min(1.5 * pause_s, MAX_POLL_S)
-        if request.seconds is not None:
-            return None
-        limit = TimeoutError("no rank has set the key within the time limit")
-        raise ConnectionBroken from limit
+        return value

@@ -5,13 +5,36 @@ These are algorithms for `run` and `lockstep`, independent of graphs.
 
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Broadcast, Mean
-from gcnzc.exchange.layout import group_by_dtype, hash_lines
+from gcnzc.exchange.engine import hash_lines
+
+T = TypeVar("T", bound=Tensor)
+
+
+def group_by_dtype(named: Iterable[tuple[str, T]]) -> list[list[tuple[str, T]]]:
+    """Group named tensors by dtype and device, each tensor once, in their order."""
+    groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, T]]] = {}
+    seen = set()
+    for name, parameter in named:
+        # a tied parameter has several names
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            groups.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
+    return list(groups.values())
+
+
+def describe_layout(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Describe tensors by what must be the same on all ranks; return a line for each tensor."""
+    return [
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.device.type}"
+        f"{'' if tensor.requires_grad else ' without gradient'}"
+        for name, tensor in named
+    ]
 
 
 def broadcast(tensors: Sequence[tuple[str, Tensor]]) -> Algorithm[None]:

@@ -7,8 +7,8 @@ and a round, so all ranks compute the same result.
 A graph is a list of edges (i, j) of ranks with i < j, in ascending order. A matching is a graph in
 which each rank has at most one edge.
 
-    ring(4)                           # [(0, 1), (0, 3), (1, 2), (2, 3)]
-    maximum_matching(4, ring(4))      # such as [(0, 1), (2, 3)]
+    GRAPHS["ring"](4)                         # [(0, 1), (0, 3), (1, 2), (2, 3)]
+    maximum_matching(4, GRAPHS["ring"](4))    # such as [(0, 1), (2, 3)]
 
 Notation: W ranks, B (W, W) bandwidths, L (W, W) the Laplacian of a graph.
 """
@@ -27,21 +27,6 @@ NEVER = -1
 
 NEAR_BEST = 0.5
 """default bandwidth threshold, as a fraction of the best bottleneck of a matching"""
-
-
-def ring(world_size: int) -> list[Edge]:
-    """Return the graph in which each rank r is connected to r - 1 and r + 1, modulo W."""
-    return circulant(world_size, [1])
-
-
-def exponential(world_size: int) -> list[Edge]:
-    """Return the graph in which each rank r is connected to r ± 1, 2, 4, ..., modulo W."""
-    return circulant(world_size, [1 << power for power in range(world_size.bit_length())])
-
-
-def complete(world_size: int) -> list[Edge]:
-    """Return the graph in which all pairs of ranks are connected."""
-    return circulant(world_size, range(1, world_size))
 
 
 def regular(world_size: int, degree: int) -> list[Edge]:
@@ -67,12 +52,8 @@ def regular(world_size: int, degree: int) -> list[Edge]:
 
 def circulant(world_size: int, offsets: Iterable[int]) -> list[Edge]:
     """Return the graph in which each rank r is connected to r ± each offset, modulo W."""
-    if world_size < 1:
-        raise ValueError(f"a graph of {world_size} ranks\n\nhint: use at least 1 rank")
-    pairs = {
-        (rank, (rank + offset) % world_size) for offset in offsets for rank in range(world_size)
-    }
-    return sort_edges(pairs)
+    ranks = range(world_size)
+    return sort_edges((rank, (rank + each) % world_size) for each in offsets for rank in ranks)
 
 
 def sort_edges(pairs: Iterable[Edge]) -> list[Edge]:
@@ -80,12 +61,12 @@ def sort_edges(pairs: Iterable[Edge]) -> list[Edge]:
     return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
 
 
-# graphs by name; more than these have a parameter
 GRAPHS: Mapping[str, Callable[[int], list[Edge]]] = {
-    "ring": ring,
-    "exponential": exponential,
-    "complete": complete,
+    "ring": lambda count: circulant(count, [1]),
+    "exponential": lambda count: circulant(count, [1 << n for n in range(count.bit_length())]),
+    "complete": lambda count: circulant(count, range(1, count)),
 }
+"""by name, functions that return a graph of W ranks; more graphs than these have a parameter"""
 
 
 def check_graph(world_size: int, edges: Iterable[Edge]) -> list[Edge]:
@@ -101,8 +82,8 @@ def check_graph(world_size: int, edges: Iterable[Edge]) -> list[Edge]:
                 f"the edge {edge} in a graph of {world_size} ranks\n\n"
                 f"hint: ranks are 0 to {world_size - 1}"
             )
-    other = next(filter(None, component_labels(world_size, graph)), 0)
-    if other:
+    labels = component_labels(world_size, graph)
+    if other := next(filter(labels.__getitem__, range(world_size)), 0):
         raise ValueError(
             f"a graph that does not connect rank 0 and rank {other}\n\n"
             "hint: add edges until there is a path between any two ranks"
@@ -119,25 +100,15 @@ def neighbors(world_size: int, edges: Iterable[Edge]) -> list[list[int]]:
     return [sorted(each) for each in found]
 
 
-def component_labels(world_size: int, edges: Iterable[Edge]) -> list[int]:
-    """Return, for each rank, the smallest rank that it is connected to by a path, or itself."""
-    labels = list(range(world_size))
+def component_labels(world_size: int, edges: Sequence[Edge]) -> list[int]:
+    """Return a number for each rank, equal for ranks that a path connects; 0 for rank 0."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
 
-    def root(rank: int) -> int:
-        while labels[rank] != rank:
-            labels[rank] = labels[labels[rank]]
-            rank = labels[rank]
-        return rank
-
-    for edge in edges:
-        low, high = sorted(map(root, edge))
-        labels[high] = low
-    return [root(rank) for rank in range(world_size)]
-
-
-def is_connected(world_size: int, edges: Iterable[Edge]) -> bool:
-    """Whether there is a path between any two ranks."""
-    return not any(component_labels(world_size, edges))
+    ends = np.array(edges, dtype=np.int64).reshape(-1, 2).T
+    adjacency = coo_array((np.ones(len(edges)), tuple(ends)), (world_size, world_size))
+    labels: list[int] = connected_components(adjacency, directed=False)[1].tolist()
+    return labels
 
 
 def color_edges(edges: Iterable[Edge]) -> list[list[Edge]]:
@@ -145,17 +116,16 @@ def color_edges(edges: Iterable[Edge]) -> list[list[Edge]]:
 
     The number of matchings is less than twice the largest number of neighbours of a rank.
     """
-    pending = list(edges)
     matchings: list[list[Edge]] = []
-    while pending:
-        matching: list[Edge] = []
-        used: set[int] = set()
-        for edge in pending:
-            if not used.intersection(edge):
-                matching.append(edge)
-                used.update(edge)
-        pending = [edge for edge in pending if edge not in matching]
-        matchings.append(matching)
+    used: list[set[int]] = []
+    for edge in edges:
+        free = (number for number, ranks in enumerate(used) if not ranks.intersection(edge))
+        number = next(free, len(used))
+        if number == len(used):
+            matchings.append([])
+            used.append(set())
+        matchings[number].append(edge)
+        used[number].update(edge)
     return matchings
 
 
@@ -168,22 +138,16 @@ def round_robin(world_size: int) -> Iterator[list[Edge]]:
     """
     modulus = world_size - 1 + world_size % 2
     for number in range(modulus if world_size > 1 else 0):
-        matching: list[Edge] = []
-        for low in range(modulus):
-            high = (number - low) % modulus
-            if low < high:
-                matching.append((low, high))
-            elif low == high and world_size % 2 == 0:
-                matching.append((low, world_size - 1))
+        pairs = [(low, (number - low) % modulus) for low in range(modulus)]
+        matching = [(low, high) for low, high in pairs if low < high]
+        if world_size % 2 == 0:
+            matching += [(low, world_size - 1) for low, high in pairs if low == high]
         yield sorted(matching)
 
 
 def find_peer(matching: Iterable[Edge], rank: int) -> int | None:
     """Return the peer of a rank in a matching; None if it has no edge."""
-    for low, high in matching:
-        if rank in (low, high):
-            return high if rank == low else low
-    return None
+    return next((sum(edge) - rank for edge in matching if rank in edge), None)
 
 
 def random_words(seed: int, round: int, count: int, stream: int = 0) -> NDArray[np.uint64]:
@@ -199,11 +163,6 @@ def random_words(seed: int, round: int, count: int, stream: int = 0) -> NDArray[
     """
     generator = np.random.Philox(key=seed % (1 << 64), counter=[0, 0, stream, round])
     return np.asarray(generator.random_raw(count), dtype=np.uint64)
-
-
-def idle_rank(world_size: int, round: int) -> int | None:
-    """Return the rank without a peer in a round: `round` mod W if W is odd, None otherwise."""
-    return round % world_size if world_size % 2 else None
 
 
 def maximum_matching(
@@ -243,9 +202,9 @@ def _greedy_matching(edges: Sequence[Edge], words: NDArray[np.uint64]) -> list[E
     return sorted(matching)
 
 
-def usable_edges(bandwidth: Matrix, threshold: float = 0.0) -> list[Edge]:
-    """Return the pairs of ranks whose `bandwidth` (W, W) is above 0 and at least a threshold."""
-    low, high = np.nonzero(np.triu((bandwidth > 0) & (bandwidth >= threshold), 1))
+def _find_edges(is_edge: NDArray[np.bool_]) -> list[Edge]:
+    """Return the pairs of ranks for which a symmetric matrix (W, W) is True."""
+    low, high = np.nonzero(np.triu(is_edge, 1))
     return list(zip(low.tolist(), high.tolist(), strict=True))
 
 
@@ -259,7 +218,7 @@ def bottleneck_threshold(bandwidth: Matrix) -> float:
         bandwidth: (W, W), symmetric.
     """
     world_size = len(bandwidth)
-    edges = usable_edges(bandwidth)
+    edges = _find_edges(bandwidth > 0)
     if not edges:
         return 0.0
     largest = len(maximum_matching(world_size, edges))
@@ -268,22 +227,9 @@ def bottleneck_threshold(bandwidth: Matrix) -> float:
     # the largest value whose edges have such a matching
     while end - begin > 1:
         middle = (begin + end) // 2
-        matching = maximum_matching(world_size, usable_edges(bandwidth, values[middle]))
+        matching = maximum_matching(world_size, _find_edges(bandwidth >= values[middle]))
         begin, end = (middle, end) if len(matching) == largest else (begin, middle)
     return NEAR_BEST * values[begin]
-
-
-def recent_edges(last_met: NDArray[np.int64], round: int, window: int) -> list[Edge]:
-    """Return the pairs of the `window` rounds before a round.
-
-    Args:
-        last_met: (W, W), symmetric: the last round in which two ranks were a pair, or `NEVER`.
-        round: the current round, from 0.
-        window: the number of rounds.
-    """
-    is_recent = (last_met != NEVER) & (last_met >= round - window)
-    low, high = np.nonzero(np.triu(is_recent, 1))
-    return list(zip(low.tolist(), high.tolist(), strict=True))
 
 
 def bandwidth_matching(
@@ -319,9 +265,10 @@ def bandwidth_matching(
         threshold: the bandwidth from which pairs are candidates.
     """
     world_size = len(bandwidth)
-    idle = idle_rank(world_size, round)
-    usable = [edge for edge in usable_edges(bandwidth) if idle not in edge]
-    labels = component_labels(world_size, recent_edges(last_met, round, window))
+    idle = round % world_size if world_size % 2 else None
+    usable = [edge for edge in _find_edges(bandwidth > 0) if idle not in edge]
+    is_recent = (last_met != NEVER) & (last_met >= round - window)
+    labels = component_labels(world_size, _find_edges(is_recent))
     if len(set(labels)) == 1:
         candidates = [edge for edge in usable if bandwidth[edge] >= threshold]
     else:

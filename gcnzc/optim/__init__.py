@@ -11,19 +11,20 @@ from gcnzc.optim.drop_compute import DropCompute
 from gcnzc.optim.embedding.base import RowOptimizer
 from gcnzc.optim.embedding.rules import SparseAdagrad, SparseAdam, SparseSGD
 from gcnzc.optim.fedglomo import FedGLOMO
-from gcnzc.optim.local_method import Fragment, LocalMethod
+from gcnzc.optim.local_method import Fragment, LocalMethod, outer_vector
 from gcnzc.optim.local_sgd import LocalSGD
 from gcnzc.optim.method import DistributedOptimizer, LatePhaseWarning
 from gcnzc.optim.muloco import MuLoCo
 from gcnzc.optim.muon import Muon
 from gcnzc.optim.one_bit_adam import OneBitAdam
 from gcnzc.optim.one_bit_lamb import OneBitLamb
+from gcnzc.optim.options import option
 from gcnzc.optim.replicated import Replicated
 from gcnzc.optim.resize import resize_state
 from gcnzc.optim.saps import SAPS
 from gcnzc.optim.selsync import SelSync
 from gcnzc.optim.sparse_loco import SparseLoCo
-from gcnzc.optim.state import Number, Option, Vector
+from gcnzc.optim.state import scalar, vector
 from gcnzc.optim.streaming_diloco import StreamingDiLoCo
 from gcnzc.optim.zero_one_adam import ZeroOneAdam, ZeroOneSchedule
 
@@ -44,10 +45,8 @@ __all__ = [
     "LocalSGD",
     "MuLoCo",
     "Muon",
-    "Number",
     "OneBitAdam",
     "OneBitLamb",
-    "Option",
     "Replicated",
     "RowOptimizer",
     "SelSync",
@@ -56,9 +55,12 @@ __all__ = [
     "SparseLoCo",
     "SparseSGD",
     "StreamingDiLoCo",
-    "Vector",
     "ZeroOneAdam",
     "ZeroOneSchedule",
     "keep_gradients_local",
+    "option",
+    "outer_vector",
     "resize_state",
+    "scalar",
+    "vector",
 ]

@@ -20,14 +20,14 @@ Notation: n elements of the flat parameter vector.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from gcnzc.exchange import Algorithm, Group, Now, Start, Sum
+from gcnzc.exchange import Algorithm, Now, Start, Sum
 from gcnzc.exchange.topology import (
     Edge,
     color_edges,
@@ -42,8 +42,9 @@ from gcnzc.optim.gossip import GossipGraph
 from gcnzc.optim.local_method import Fragment, has_exchanges
 from gcnzc.optim.method import identify_caller
 from gcnzc.optim.offers import OverlappedGossip
-from gcnzc.optim.state import Field, Number, Option, Vector
-from gcnzc.optim.validation import check_above_zero, check_at_least_zero
+from gcnzc.optim.options import option
+from gcnzc.optim.state import OWN, scalar, vector
+from gcnzc.optim.validation import check_above_zero, check_at_least_zero, check_count
 from gcnzc.system.arguments import check_flag
 
 RATE_WEIGHT = 0.1
@@ -90,47 +91,32 @@ class A2CiD2(OverlappedGossip):
         ValueError: an option is out of range, or there is no such graph of so many ranks.
     """
 
-    second: Tensor | None = None
+    topology: GossipGraph = option("ring", GossipGraph)
+    gossip_rate: float = option(1.0, partial(check_above_zero, most=MAX_GOSSIP_RATE))
+    asynchronous: bool = option(False, check_flag)
+    eta: float | None = option(None, check_at_least_zero)
+    control_interval: Any = option(None, partial(check_count, least=1))
+
+    second: Tensor | None = vector(exists=has_exchanges, when=lambda own: own.has_momentum, **OWN)
     """(n,): x~; None without momentum"""
-    measured_rate: float
+    measured_rate: float = scalar(lambda own: float(own.gossip_rate), **OWN)
     """with `asynchronous`, exchanges per step, a moving average"""
-    step_s: float
+    step_s: float = scalar(0.0, **OWN)
     """with `asynchronous`, the duration of a step, in seconds; 0 until it is measured"""
     last_s: float | None = None
     """when the last step ended; None after a pause"""
     num_before = 0
     """`num_pairs` at the end of the last step"""
-    compared_options = (
-        *("topology", "gossip_rate", "asynchronous", "eta"),
-        *OverlappedGossip.compared_options,
-    )
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        group: Group | None = None,
-        *,
-        topology: str | Sequence[Edge] = "ring",
-        gossip_rate: float = 1.0,
-        asynchronous: bool = False,
-        eta: float | None = None,
-        **options: Any,
-    ) -> None:
-        check_above_zero("gossip_rate", gossip_rate, MAX_GOSSIP_RATE)
-        check_flag("asynchronous", asynchronous)
-        if eta is not None:
-            check_at_least_zero("eta", eta)
-        self.topology, self.gossip_rate, self.eta = GossipGraph(topology), gossip_rate, eta
-        self.asynchronous, self.has_momentum = asynchronous, eta != 0
-        if asynchronous:
-            # ranks that do not wait for each other make their offers at different steps
-            self.is_uniform = False
-            options.setdefault("control_interval", 32)
-        super().__init__(inner, group, **options)
-
-    def start(self) -> None:
+    def configure(self) -> None:
         """See `DistributedOptimizer`."""
         world_size = self.group.world_size
+        self.has_momentum = self.eta != 0
+        # ranks that do not wait for each other make their offers at different steps
+        self.is_uniform = not self.asynchronous
+        if self.control_interval is None:
+            self.control_interval = 32 if self.asynchronous else 10
+        super().configure()
         self.edges = self.topology.edges(world_size)
         self.matchings = color_edges(self.edges)
         """the matchings of the rounds, so that each edge is used equally often"""
@@ -139,23 +125,6 @@ class A2CiD2(OverlappedGossip):
         else:
             rates = dict.fromkeys(self.edges, self.gossip_rate / max(1, len(self.matchings)))
         self.momentum = compute_momentum(world_size, rates, self.eta)
-        super().start()
-
-    def declare(self) -> list[Field]:
-        """See `DistributedOptimizer`."""
-        own: dict[str, Any] = {"kind": "local", "resize": "mean"}
-        fields = [
-            *super().declare(),
-            Option(self, "has_momentum"),
-            Number(self, "num_pairs", **own),
-            Number(self, "step_s", 0.0, **own),
-            Number(self, "measured_rate", float(self.gossip_rate), **own),
-            Number(self, "credit", 0.0, least=-math.inf, **own),
-        ]
-        if self.has_momentum:
-            own |= {"may_overflow": True, "exists": has_exchanges}
-            fields.append(Vector(self, "second", self.flat.num_elements, **own))
-        return fields
 
     def restart(self) -> None:
         """See `LocalMethod`."""
@@ -204,7 +173,7 @@ class A2CiD2(OverlappedGossip):
         out.copy_(self.x)
 
     @torch.no_grad()
-    def apply(self, fragment: Fragment, mean: Tensor) -> Algorithm[None]:
+    def apply(self, fragment: Fragment, mean: Tensor) -> None:
         """See `LocalMethod`: the exchange event, of which x becomes the mean of both ranks."""
         if not fragment.is_finite:
             self.replace(mean)
@@ -215,8 +184,6 @@ class A2CiD2(OverlappedGossip):
                 half = self.x[here] - mean[here]
                 self.second[here].add_(half, alpha=-2 * self.momentum.alpha)
         self.x.copy_(mean)
-        return
-        yield
 
     @torch.no_grad()
     def exchange_with(self, own: Tensor, other: Tensor) -> None:

@@ -13,38 +13,30 @@ Notation: W ranks, P parameters.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense, Reducer, WorkerInfo
-from gcnzc.compress.reducer import check_error_values, describe_non_finite
+from gcnzc.compress.reducer import describe_non_finite
 from gcnzc.compress.registry import check_compression
-from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Group, Mean
-from gcnzc.exchange.layout import group_by_dtype
-from gcnzc.exchange.sync import check_same
+from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Mean
+from gcnzc.exchange.sync import check_same, group_by_dtype
 from gcnzc.kernels.finite import can_be_squared, mark_large
 from gcnzc.optim.finite_gradients import count_bad_elements, have_finite_gradients
 from gcnzc.optim.flat import FlatParameters, to_device
 from gcnzc.optim.group_options import option_lines, trained_lines
 from gcnzc.optim.method import SkipStep, WrappingOptimizer
+from gcnzc.optim.options import option
 from gcnzc.optim.resize import GROUPS, check_state_dict, find_holder
-from gcnzc.optim.state import (
-    MAX_COUNT,
-    Errors,
-    Field,
-    Inner,
-    Values,
-    check_inner_state,
-    raise_damaged,
-)
+from gcnzc.optim.state import Errors, Field, Inner, View, check_inner_state
 from gcnzc.optim.validation import check_above_zero
-from gcnzc.system.arguments import check_choice, describe
+from gcnzc.system.arguments import check_choice
 from gcnzc.system.scalars import read_scalars, scalars_like
 
-Momentum: TypeAlias = Literal["everywhere", "masked"]
 # layouts of gradients
 NONE, DENSE, SPARSE = 0, 1, 2
 
@@ -59,6 +51,8 @@ class GradientVector:
     """the gradients, a flag for each parameter, and the common extras"""
     reducer: Reducer | None
     """None for no compression"""
+    present: Sequence[bool] = ()
+    """for each parameter, whether any rank had a gradient in the last exchange"""
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -69,20 +63,6 @@ class GradientVector:
     def num_elements(self) -> int:
         """The number of elements of the gradients."""
         return 0 if self.layout is None else self.layout.num_elements
-
-
-@dataclass(frozen=True)
-class GradientMeans:
-    """The result of an exchange of gradients, the same on all ranks."""
-
-    shares: list[float]
-    """for each common extra, its mean over the ranks"""
-    skip_reason: str
-    """why the step must be skipped: the ranks with non-finite gradients; empty if it must not"""
-    present: list[list[bool]]
-    """for each vector, for each of its parameters, whether any rank has a gradient"""
-    sparse: list[Tensor | None]
-    """the means of sparse gradients; None if no rank has one"""
 
 
 class Averaged(WrappingOptimizer):
@@ -102,8 +82,6 @@ class Averaged(WrappingOptimizer):
         inner: the optimizer of this rank's parameters. The wrapper shares its parameter groups and
             state, so learning rate schedulers work.
         group: the ranks that communicate; see `DistributedOptimizer`.
-        signals: the number of flags, such as a request to stop, that are exchanged with the
-            gradients.
         compress: compression of float32 and float64 gradients; None averages them uncompressed.
             With a compression that has error feedback, such as `Sign`, each rank adds its
             compression error to its next gradient.
@@ -112,7 +90,7 @@ class Averaged(WrappingOptimizer):
             at the elements that the ranks have sent (`Reducer.support`), also by weight decay; with
             "everywhere", at all elements. None is "masked" for sparse compressions with error
             feedback, whose training may diverge with "everywhere", and "everywhere" for others.
-        module: see `DistributedOptimizer`.
+        options: see `DistributedOptimizer`.
 
     Raises:
         TypeError: the inner optimizer communicates itself or needs a closure, or a parameter is
@@ -120,38 +98,34 @@ class Averaged(WrappingOptimizer):
         ValueError: an option is out of range.
     """
 
+    compress: Compression | None = option(None, check_compression)
+    clip_norm: float | None = option(None, check_above_zero)
+    momentum: str = option(None, partial(check_choice, choices=("everywhere", "masked")))
+
     may_share = True
     """whether the state is the same on all ranks without compression"""
-    compared_options = ("inner_name", "compress", "clip_norm", "momentum")
     vectors: list[GradientVector]
     """empty before the first exchange"""
     sparse: list[nn.Parameter]
     """the parameters with sparse gradients"""
+    sparse_means: list[Tensor | None]
+    """their means in the last exchange; None if no rank had a gradient"""
+    shares: list[float]
+    """for each common extra, its mean over the ranks in the last exchange"""
     loaded_errors: Mapping[str, Mapping[str, Tensor]]
     """compression errors for the reducers of the first exchange"""
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        group: Group | None = None,
-        signals: int = 0,
-        *,
-        compress: Compression | None = None,
-        clip_norm: float | None = None,
-        momentum: Momentum | None = None,
-        module: nn.Module | None = None,
-    ) -> None:
-        if clip_norm is not None:
-            check_above_zero("clip_norm", clip_norm)
-        check_compression(compress)
-        self.compress, self.clip_norm = compress, clip_norm
-        self.momentum = momentum or ("everywhere" if compress is None else compress.momentum)
-        check_choice("momentum", self.momentum, get_args(Momentum))
+    def configure(self) -> None:
+        """See `DistributedOptimizer`."""
+        compress = self.compress
+        self.momentum = self.momentum or (compress.momentum if compress else "everywhere")
         self.is_shared = compress is None and self.may_share
-        self.inner_name = type(inner).__name__
         self.broadcast_names: set[str] = set()
         """names of the tensors that were broadcast; tensors of a copy have other ids"""
-        super().__init__(inner, group, signals=signals, module=module)
+
+    def compared_options(self) -> dict[str, Any]:
+        """See `DistributedOptimizer`; includes the class of the inner optimizer."""
+        return super().compared_options() | {"inner": type(self.inner).__name__}
 
     def start(self) -> None:
         """See `DistributedOptimizer`."""
@@ -230,14 +204,14 @@ class Averaged(WrappingOptimizer):
                 raise SkipStep("a gradient is not finite or too large")
             self.scale_gradients(self.trained)
         else:
-            means = yield from self._exchange_gradients()
+            reason = yield from self._exchange_gradients()
             if (yield from self.compare_algorithm()) and self._update_layout():
                 # all ranks have changed the same parameters, and no gradient was written yet
                 yield from self.broadcast_model_algorithm()
-                means = yield from self._exchange_gradients()
-            if means.skip_reason:
-                raise SkipStep(means.skip_reason)
-            self._write_gradients(means)
+                reason = yield from self._exchange_gradients()
+            if reason:
+                raise SkipStep(reason)
+            self._write_gradients()
         self._inner_step()
 
     def _inner_step(self) -> None:
@@ -256,8 +230,12 @@ class Averaged(WrappingOptimizer):
             # as with SGD: torch.distributed.checkpoint would call `step` in each `state_dict`
             super().fill_state()
 
-    def _exchange_gradients(self) -> Algorithm[GradientMeans]:
-        """Compute the weighted means of the gradients over the ranks, and send the signals."""
+    def _exchange_gradients(self) -> Algorithm[str]:
+        """Compute the weighted means of the gradients over the ranks, and send the signals.
+
+        Returns:
+            Why the step must be skipped, the same on all ranks; empty if it must not.
+        """
         if not self.vectors:
             yield from self._determine_layout()
         factor, extras = self.gradient_factor(), self.common_extras()
@@ -274,15 +252,16 @@ class Averaged(WrappingOptimizer):
             # the means of larger gradients are checked, but not the codes
             mark_large(values[:count])
             if reason := (yield from vector.reducer.mean(values, len(values) - count)):
-                self.receive_common([0.0] * len(extras))
-                return GradientMeans([0.0] * len(extras), reason, [], [])
-        sparse = []
+                self.shares = [0.0] * len(extras)
+                self.receive_common(self.shares)
+                return reason
+        self.sparse_means = []
         for parameter in self.sparse:
-            sparse.append((yield from mean_of_sparse(parameter, factor)))
+            self.sparse_means.append((yield from mean_of_sparse(parameter, factor)))
         # one read of each device; a reducer has checked its vector and read the extras already
         uncompressed = [each for each in self.vectors if each.reducer is None]
         means = [each.values for each in uncompressed]
-        means += [each.values() for each in sparse if each is not None]
+        means += [each.values() for each in self.sparse_means if each is not None]
         found = read_scalars(
             *map(can_be_squared, means),
             *(each.values[each.num_elements :] for each in uncompressed),
@@ -290,16 +269,15 @@ class Averaged(WrappingOptimizer):
         numbers, reason = iter(found[len(means) :]), ""
         if not all(flag > 0 for (flag,) in found[: len(means)]):
             reason = yield from self._find_bad_elements(factor)
-        present = []
         for vector in self.vectors:
             # a reducer returns the sums of extras, and Mean their means
             own = next(numbers) if vector.reducer is None else vector.reducer.extra_sums
             among = 1 if vector.reducer is None else self.group.world_size
             count = len(vector.parameters)
-            present.append([each > 0 for each in own[:count]])
-            shares = [each / among for each in own[count:]]
-        self.receive_common([share * self.group.world_size for share in shares])
-        return GradientMeans(shares, reason, present, sparse)
+            vector.present = [each > 0 for each in own[:count]]
+            self.shares = [each / among for each in own[count:]]
+        self.receive_common([share * self.group.world_size for share in self.shares])
+        return reason
 
     def _find_bad_elements(self, factor: float | Tensor) -> Algorithm[str]:
         """Return why a step is skipped: the ranks' numbers of non-finite or too large elements."""
@@ -310,11 +288,11 @@ class Averaged(WrappingOptimizer):
         found = yield AllGatherScalar(int(sum(count for (count,) in own) or is_skipped))
         return describe_non_finite(found)
 
-    def _write_gradients(self, means: GradientMeans) -> None:
-        for vector, present in zip(self.vectors, means.present, strict=True):
+    def _write_gradients(self) -> None:
+        for vector in self.vectors:
             if vector.layout is not None:
-                vector.layout.write_gradients(vector.values, present)
-        for parameter, mean in zip(self.sparse, means.sparse, strict=True):
+                vector.layout.write_gradients(vector.values, vector.present)
+        for parameter, mean in zip(self.sparse, self.sparse_means, strict=True):
             if mean is not None:
                 parameter.grad = mean
 
@@ -352,7 +330,8 @@ class Averaged(WrappingOptimizer):
 
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`."""
-        return [*super().declare(), Inner(self), GradientErrors(self, "gradients", Dense(), 0)]
+        errors = GradientErrors(owner=self, name="gradients", compress=Dense(), size=0)
+        return [*super().declare(), Inner(owner=self), errors]
 
     def state_layout(self) -> list[str]:
         """See `DistributedOptimizer`: shapes."""
@@ -397,24 +376,18 @@ class Averaged(WrappingOptimizer):
         check_inner_state(self.inner, state_dict)
         groups = [dict(group) for group in state_dict[GROUPS]]
         steps, skipped = (groups[0].pop(f"gcnzc_{name}", None) for name in ("steps", "skipped"))
-        for count in (steps, skipped):
-            if count is not None and (type(count) is not int or not 0 <= count <= MAX_COUNT):
-                raise_damaged(f"a count of steps of the state is {describe(count)}")
         self.check_loaded_options(groups)
         self.inner.load_state_dict({**state_dict, GROUPS: groups})
         # a state of the inner optimizer has no counts, and one of SGD counts no steps
         taken = [int(each["step"]) for each in self.inner.state.values() if "step" in each]
         self.steps = max(taken, default=self.steps) if steps is None else steps
         self.skipped = self.skipped if skipped is None else skipped
-        self.finish_load(self.inner.param_groups)
+        self.finish_load(self.inner.param_groups, {})
 
     def on_load(self) -> None:
         """See `DistributedOptimizer`."""
         super().on_load()
         self.on_broadcast()
-
-    def __repr__(self) -> str:
-        return f"Averaged({self.inner!r}, workers={self.group.world_size})"
 
 
 class GradientErrors(Errors):
@@ -432,20 +405,17 @@ class GradientErrors(Errors):
             return dict(owner.loaded_errors)
         return {name: reducer.errors() for name, reducer in owner.reducers.items()}
 
-    def check(self, values: Values, worker: WorkerInfo) -> None:
-        """See `Field`; before the first exchange, without shapes."""
-        for name, errors in values["errors"].items():
-            # reducers check their own errors, and each check synchronizes with the GPU
-            if name not in self.owner.reducers:
-                check_error_values(errors)
-        for name, reducer in self.owner.reducers.items():
-            reducer.check_errors(values["errors"].get(name, {}))
-
-    def load(self, values: Values, worker: WorkerInfo) -> None:
+    def read(self, saved: Mapping[str, Any], own: View, worker: WorkerInfo) -> Any:
         """See `Field`."""
-        self.owner.loaded_errors = values["errors"]
         for name, reducer in self.owner.reducers.items():
-            reducer.load_errors(values["errors"].get(name, {}))
+            reducer.check_errors(saved["errors"].get(name, {}))
+        return saved["errors"]
+
+    def load(self, value: Any, worker: WorkerInfo) -> None:
+        """See `Field`."""
+        self.owner.loaded_errors = value
+        for name, reducer in self.owner.reducers.items():
+            reducer.load_errors(value.get(name, {}))
 
 
 @torch.no_grad()

@@ -20,19 +20,20 @@ Notation: W ranks, n elements of the flat parameter vector.
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from gcnzc.exchange import Algorithm, Group, Now, Receive, Send, Start, Wait
+from gcnzc.exchange import Algorithm, Now, Receive, Send, Start, Wait
 from gcnzc.exchange.topology import Edge, metropolis_weights, neighbors, sort_edges
 from gcnzc.optim.gossip import GossipGraph
 from gcnzc.optim.local_method import Fragment
+from gcnzc.optim.options import option
 from gcnzc.optim.rounds import ClosedRound, Rounds
-from gcnzc.optim.validation import check_at_least_zero
+from gcnzc.optim.validation import check_range
 
 MIN_GRACE_S = 0.002
 """least time that a rank waits before it closes a round, unless `grace` is 0"""
@@ -74,6 +75,11 @@ class BackupWorkers(Rounds):
         ValueError: an option is out of range, or there is no such graph.
     """
 
+    topology: GossipGraph = option("ring", GossipGraph)
+    grace: float = option(
+        0.1, partial(check_range, is_valid=lambda x: x >= 0, hint="a number of at least 0")
+    )
+
     edges: list[Edge]
     """the graph"""
     tree: list[Edge]
@@ -81,31 +87,16 @@ class BackupWorkers(Rounds):
     whether the current epoch has not established it"""
     ended_s: float | None
     """the time of the end of the last step"""
-    compared_options = ("topology", "grace", *Rounds.compared_options)
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        group: Group | None = None,
-        *,
-        topology: str | Iterable[Edge] = "ring",
-        grace: float = 0.1,
-        **options: Any,
-    ) -> None:
-        if grace != math.inf:
-            check_at_least_zero("grace", grace)
-        self.topology, self.grace = GossipGraph(topology), grace
-        self.wait_s = MIN_GRACE_S if 0 < grace < math.inf else grace
-        self.is_for_all_ranks = grace == math.inf
-        self.step_s: deque[float] = deque(maxlen=STEPS_KEPT)
-        """the times of this rank's last local steps in seconds"""
-        super().__init__(inner, group, **options)
-
-    def start(self) -> None:
+    def configure(self) -> None:
         """See `DistributedOptimizer`."""
+        super().configure()
         self.edges = self.topology.edges(self.group.world_size)
         self.tree = depth_first_tree(self.group.world_size, self.edges)
-        super().start()
+        self.wait_s = MIN_GRACE_S if 0 < self.grace < math.inf else self.grace
+        self.is_for_all_ranks = self.grace == math.inf
+        self.step_s: deque[float] = deque(maxlen=STEPS_KEPT)
+        """the times of this rank's last local steps in seconds"""
 
     def outside(self) -> dict[str, Any]:
         """See `PartialExchanges`."""
@@ -158,14 +149,12 @@ class BackupWorkers(Rounds):
         mean = yield from self.neighbor_mean(closed, own)
         self.num_exchanges += 1
         if mean is not None:
-            yield from self.apply(fragment, mean)
+            self.apply(fragment, mean)
 
-    def apply(self, fragment: Fragment, mean: Tensor) -> Algorithm[None]:
+    def apply(self, fragment: Fragment, mean: Tensor) -> None:
         """See `LocalMethod`: set the parameters to the weighted mean."""
         self.set_parameters(fragment, mean)
         self.is_in_sync = False
-        return
-        yield
 
     def neighbor_mean(self, closed: ClosedRound, own: Tensor) -> Algorithm[Tensor | None]:
         """Return the weighted mean (n,) of this rank's vector and those of its neighbours.

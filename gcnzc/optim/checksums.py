@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm, AllGather, Broadcast
-from gcnzc.exchange.layout import hash_lines
+from gcnzc.exchange.engine import hash_lines
 from gcnzc.system.streams import CudaStreams
 
 # exchanges from one checksum to the next

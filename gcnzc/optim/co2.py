@@ -28,19 +28,30 @@ Notation: W ranks, n elements, p those of this rank: all, or its shard; H steps 
 
 import math
 import warnings
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, Group
+from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar
 from gcnzc.optim import defaults
-from gcnzc.optim.local_method import AT_NEXT_START, Fragment, LocalMethod, has_exchanges
+from gcnzc.optim.local_method import (
+    AT_NEXT_START,
+    Fragment,
+    LocalMethod,
+    has_exchanges,
+    outer_vector,
+)
+from gcnzc.optim.options import option
 from gcnzc.optim.sharded import padded_size
-from gcnzc.optim.state import Field, Number, Option, Vector
-from gcnzc.optim.validation import check_at_least_zero, check_count, check_fraction, check_range
+from gcnzc.optim.state import OWN, scalar, vector
+from gcnzc.optim.validation import (
+    check_above_zero,
+    check_at_least_zero,
+    check_count,
+    check_fraction,
+)
 
 # weight of the last average distance in the next one. On a least-squares problem with rounds of 48
 # steps, the final loss was 1.2 times that of synchronous means with this weight, and 6.6 times with
@@ -48,8 +59,6 @@ from gcnzc.optim.validation import check_at_least_zero, check_count, check_fract
 AVERAGE_DECAY = 0.5
 # number of steps above which a large momentum was harmful on a least-squares problem
 LONG_ROUND = 20
-
-Gap = str | float | Callable[[float, float], float] | None
 
 
 class CO2(LocalMethod):
@@ -88,79 +97,44 @@ class CO2(LocalMethod):
             or dtypes of parameters, differ between ranks.
     """
 
-    common_start: Tensor
+    local_steps: Any = option(defaults.CO2.local_steps)
+    outer_lr: float = option(defaults.CO2.outer_lr, check_at_least_zero)
+    outer_momentum: float = option(defaults.CO2.outer_momentum, check_fraction)
+    gap: Any = option(None)
+    clip: float | None = option(1.0, check_above_zero, is_optional=True)
+    delay: int = option(1, partial(check_count, most=1), is_saved=True)
+    eager: Any = option(None, check_fraction, is_saved=True)
+    delay_steps = 0
+
+    common_start: Tensor = outer_vector()
     """(p,): s, the common start of the current round"""
-    momentum: Tensor
+    momentum: Tensor = outer_vector()
     """(p,): b, the outer momentum"""
-    own: Tensor
+    own: Tensor = vector(exists=has_exchanges, when=lambda own: own.eager > 0, **OWN)
     """(n,): with eager updates, this rank's parameters at the start of the current round"""
-    distance: float
+    distance: float = scalar(0.0)
     """from the start of the round whose mean is pending to the next start"""
-    average: float
+    average: float = scalar(0.0)
     """exponential moving average of the distances that are not 0"""
     _before: Tensor | None = None
     """(p,): the start of the round that is being exchanged, if whole parameters are sent because
     this rank has only a shard of it"""
-    compared_options = (
-        *("outer_lr", "outer_momentum", "gap_name", "clip", "eager", "delay"),
-        *LocalMethod.compared_options,
-    )
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        group: Group | None = None,
-        *,
-        local_steps: int | str = defaults.CO2.local_steps,
-        outer_lr: float = defaults.CO2.outer_lr,
-        outer_momentum: float = defaults.CO2.outer_momentum,
-        gap: Gap = None,
-        clip: float | None = 1.0,
-        delay: int = 1,
-        eager: float | None = None,
-        **options: Any,
-    ) -> None:
-        check_count("delay", delay, 0, 1)
-        if eager is None:
-            eager = defaults.EAGER if delay else 0.0
-        check_at_least_zero("outer_lr", outer_lr)
-        check_fraction("outer_momentum", outer_momentum)
-        check_fraction("eager", eager)
-        if eager and not delay:
-            raise ValueError(f"eager is {eager}, with a delay of 0\n\nhint: omit one of them")
-        if clip is not None:
-            check_range("clip", clip, lambda most: most > 0, "a number above 0, or None")
-        if gap is None:
+    def configure(self) -> None:
+        """See `DistributedOptimizer`."""
+        if self.eager is None:
+            self.eager = defaults.EAGER if self.delay else 0.0
+        if self.eager and not self.delay:
+            raise ValueError(f"eager is {self.eager}, with a delay of 0\n\nhint: omit one of them")
+        if self.gap is None:
             # delayed means are divided by a gap so that training does not diverge; eager updates
             # make it unnecessary
-            gap = "none" if eager else "gap_aware"
-        if not (gap in ("none", "gap_aware") or callable(gap)):
-            valid = "'gap_aware', 'none', a finite divisor above 0, or a function of two distances"
-            check_range("gap", gap, lambda divisor: 0 < divisor < math.inf, valid)
-        self.outer_lr, self.outer_momentum, self.clip = outer_lr, outer_momentum, clip
-        self.gap, self.delay, self.eager = gap, delay, eager
-        options |= {"local_steps": local_steps, "delay_steps": AT_NEXT_START if delay else 0}
-        super().__init__(inner, group, **options)
+            self.gap = "none" if self.eager else "gap_aware"
+        if not (self.gap in ("none", "gap_aware") or callable(self.gap)):
+            check_above_zero("gap", self.gap)
+        self.delay_steps = AT_NEXT_START if self.delay else 0
+        super().configure()
         self._warn_of_momentum()
-
-    @property
-    def gap_name(self) -> str:
-        """The gap as text, equal on all ranks."""
-        return getattr(self.gap, "__qualname__", None) or str(self.gap)
-
-    def declare(self) -> list[Field]:
-        """See `DistributedOptimizer`."""
-        fields = [
-            *super().declare(),
-            *(Option(self, "eager"), Option(self, "delay")),
-            *(self.outer_vector("common_start"), self.outer_vector("momentum")),
-            *(Number(self, "distance", 0.0), Number(self, "average", 0.0)),
-        ]
-        if self.eager:
-            rules: dict[str, Any] = {"kind": "local", "resize": "mean", "may_overflow": True}
-            count = self.flat.num_elements
-            fields.append(Vector(self, "own", count, exists=has_exchanges, **rules))
-        return fields
 
     # --- the algorithm
 
@@ -232,12 +206,10 @@ class CO2(LocalMethod):
         out.copy_(rows[:, :size].reshape(-1)[: len(out)])
         return math.hypot(*rows[:, size].tolist())
 
-    def apply(self, fragment: Fragment, mean: Tensor) -> Algorithm[None]:
+    def apply(self, fragment: Fragment, mean: Tensor) -> None:
         """See `LocalMethod`: begin the next round at the result of `compute`."""
         self.common_start = self.own_part(mean)
         self.set_parameters(fragment, mean)
-        return
-        yield
 
     def on_start(self, fragment: Fragment, sent: Tensor) -> None:
         """See `LocalMethod`: apply a fraction of the difference to the common start."""
@@ -277,10 +249,10 @@ class CO2(LocalMethod):
         is_large = momentum > 0.5 or steps > LONG_ROUND
         if self.delay and not self.is_inner_only and is_large and self.may_diverge():
             warnings.warn(
-                f"CO2: with outer_momentum={momentum} and gap={self.gap_name}, means delayed by "
+                f"CO2: with outer_momentum={momentum} and gap={self.gap}, means delayed by "
                 f"one round of {steps} steps may make training diverge; outer_momentum=0.2 with "
                 "gap='gap_aware' or eager=0.5 is safer, or shorter rounds",
-                stacklevel=3,
+                stacklevel=5,
             )
 
     def may_diverge(self) -> bool:

@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 
 from gcnzc.exchange import Algorithm, AllGather, Compute, Now
-from gcnzc.optim.validation import check_count, check_range
 from gcnzc.system.streams import clock_of
 
 # first and last step that is measured, counted from 1; earlier ones compile kernels
@@ -197,40 +196,25 @@ class ComputeDeadline:
     """Decides before each micro-batch of a step, or each of its passes, whether this rank stops.
 
     Args:
-        micro_batches: M, the largest number of micro-batches of a step, at least 2.
-        threshold: seconds from the beginning of a step, after which no other pass begins; None or
-            infinity for no threshold; "auto" measures the steps of `calibration` and then
-            selects the threshold of the largest effective speed.
-        calibration: the first and the last step that "auto" measures, counted from 1.
-        max_dropped: the largest fraction of the micro-batches that "auto" may drop.
+        micro_batches: M, the largest number of micro-batches of a step.
+        requested_s: seconds from the beginning of a step, after which no other pass begins; None to
+            measure the steps of `calibration`, and then select the threshold of the largest
+            effective speed.
+        calibration: the first and the last step that are measured, counted from 1.
+        max_dropped: the largest fraction of the micro-batches that a measured threshold may drop.
         clock: times the micro-batches.
-
-    Raises:
-        ValueError: an option is out of range.
     """
 
     def __init__(
         self,
         micro_batches: int,
-        threshold: float | str | None,
+        requested_s: float | None,
         calibration: tuple[int, int],
         max_dropped: float,
         clock: ComputeClock,
     ) -> None:
-        check_count("micro_batches", micro_batches, 2)
-        seconds = math.inf if threshold is None else threshold
-        if seconds != "auto":
-            hint = "seconds above 0, 'auto' to measure it, or None to drop nothing"
-            check_range("threshold", seconds, lambda each: each > 0, hint)
-        self.requested_s = None if seconds == "auto" else float(seconds)
-        """the threshold that was given, in seconds; None if it is measured"""
-        first, last = calibration
-        check_count("calibration[0]", first, 1)
-        check_count("calibration[1]", last, first)
-        hint = "a number between 0 and 1, such as 0.1"
-        check_range("max_dropped", max_dropped, lambda share: 0 < share < 1, hint)
-        self.micro_batches, self.calibration = micro_batches, (first, last)
-        self.max_dropped, self.clock = max_dropped, clock
+        self.requested_s, self.calibration = requested_s, calibration
+        self.micro_batches, self.max_dropped, self.clock = micro_batches, max_dropped, clock
         self.calibrations = 0
         """number of measurements that have ended"""
         self._step: list[Timestamp] = []
@@ -263,14 +247,6 @@ class ComputeDeadline:
         if self.requested_s is not None:
             return self.requested_s
         return math.inf if self.prediction is None else self.prediction.seconds
-
-    def describe(self) -> str:
-        """Return the options, which must be the same on all ranks, as text."""
-        requested = "auto" if self.requested_s is None else f"{self.requested_s:g}"
-        return (
-            f"micro_batches={self.micro_batches}, threshold={requested}, "
-            f"calibration={self.calibration}, max_dropped={self.max_dropped:g}"
-        )
 
     def begin_step(self) -> None:
         """Record the beginning of the first micro-batch."""

@@ -7,16 +7,16 @@ that is ahead waits there for the slowest one, so it is ahead by at most two int
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.optim import Optimizer
 
 from gcnzc.exchange import Algorithm, First, Group, Start, Sum, Wait
 from gcnzc.optim.local_method import LocalMethod
+from gcnzc.optim.options import option
 from gcnzc.optim.validation import check_count
 
 _CLAIMS: "WeakKeyDictionary[Group, Counter[str]]" = WeakKeyDictionary()
@@ -51,28 +51,21 @@ class PartialExchanges(LocalMethod):
     """
 
     accepts_shards = False
+    control_interval: Any = option(10, partial(check_count, least=1))
+
     pending_sum: Any
     """the handle of the overlapped sum of signals"""
     sums: list[float] | None
     """its result, if it has ended and has not been received"""
     sent: list[bool]
     """the signals of this rank in the last sum"""
-    compared_options: Sequence[str] = ("control_interval",)
+    num_steps = 0
+    """the number of steps since the construction"""
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        group: Group | None = None,
-        *,
-        control_interval: int = 10,
-        **options: Any,
-    ) -> None:
-        check_count("control_interval", control_interval, 1)
-        self.control_interval = control_interval
-        self.num_steps = 0
-        """the number of steps since the construction"""
+    def configure(self) -> None:
+        """See `DistributedOptimizer`."""
+        super().configure()
         vars(self).update(self.outside())
-        super().__init__(inner, group, **options)
 
     def outside(self) -> dict[str, Any]:
         """Return the attributes of an optimizer that has not communicated, such as a copy."""

@@ -21,21 +21,20 @@ Notation: W ranks, q quorum, n elements of the flat parameter vector, k extras.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from gcnzc.compress import Dense
-from gcnzc.exchange import Algorithm, Group, Receive, Send, Start, Sum, Wait, among
+from gcnzc.exchange import Algorithm, Receive, Send, Start, Sum, Wait, among
 from gcnzc.exchange.topology import Edge
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.diloco import DiLoCo
 from gcnzc.optim.group_options import NORMS, find_difference, format_norms
+from gcnzc.optim.options import option
 from gcnzc.optim.rounds import ClosedRound, Rounds
-from gcnzc.optim.state import Vector
+from gcnzc.optim.state import Kind
 from gcnzc.optim.validation import check_at_least_zero, check_count
 
 
@@ -59,38 +58,23 @@ class DecoupledDiLoCo(Rounds, DiLoCo):
         ValueError: an option is out of range, or options contradict each other.
     """
 
-    compared_options = (
-        *("quorum", "grace_s", *Rounds.compared_options),
-        *DiLoCo.compared_options,
-    )
+    quorum: int = option(check=partial(check_count, least=1))
+    grace_s: float = option(0.0, check_at_least_zero)
+    # the base classes have these options, but a quorum excludes them
+    compress: Any = None
+    outer: Any = None
+    sharded = alone = offload = False
+    outer_kind: Kind = "local"
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        group: Group | None = None,
-        *,
-        quorum: int,
-        grace_s: float = 0.0,
-        **options: Any,
-    ) -> None:
-        check_count("quorum", quorum, 1)
-        check_at_least_zero("grace_s", grace_s)
-        names = ["compress", "outer", "sharded", "alone", "offload"]
-        if options.get("local_steps") == "auto":
-            names.append("local_steps")
-        for name in names:
-            if (value := options.get(name)) not in (None, False, Dense()):
-                raise ValueError(f"quorum with {name}={value!r}\n\nhint: omit one of them")
-        self.quorum = quorum
-        self.grace_s = self.wait_s = grace_s
-        super().__init__(inner, group, **options)
-
-    def start(self) -> None:
+    def configure(self) -> None:
         """See `DistributedOptimizer`.
 
         Raises:
             ValueError: the quorum is not a majority of the ranks, or above their number.
         """
+        if self.local_steps == "auto":
+            raise ValueError("quorum with local_steps='auto'\n\nhint: give a number")
+        super().configure()
         world_size = self.group.world_size
         if not world_size < 2 * self.quorum <= 2 * world_size:
             valid = f"{world_size // 2 + 1} to {world_size}"
@@ -98,8 +82,7 @@ class DecoupledDiLoCo(Rounds, DiLoCo):
             raise ValueError(
                 f"a quorum of {self.quorum} of {world_size} ranks\n\nhint: give {valid}"
             )
-        self.is_for_all_ranks = self.quorum == world_size
-        super().start()
+        self.wait_s, self.is_for_all_ranks = self.grace_s, self.quorum == world_size
 
     # --- when a round closes
 
@@ -201,10 +184,6 @@ class DecoupledDiLoCo(Rounds, DiLoCo):
             yield Wait(each)
 
     # --- the state
-
-    def outer_vector(self, name: str) -> Vector:
-        """See `LocalMethod`; the vectors of ranks that missed rounds differ."""
-        return replace(super().outer_vector(name), kind="local", resize="mean")
 
     def describe_state(self) -> str:
         """See `Rounds`: the norms of the anchor and the momentum."""

@@ -21,14 +21,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gcnzc.exchange import Algorithm, Group
+from gcnzc.exchange import Algorithm
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.defaults import DILOCO
 from gcnzc.optim.flat import TILE_ELEMENTS
-from gcnzc.optim.local_method import Fragment, LocalMethod
+from gcnzc.optim.local_method import Fragment, LocalMethod, outer_vector
+from gcnzc.optim.options import option
 from gcnzc.optim.state import Field, Inner
 from gcnzc.optim.validation import check_at_least_zero, check_fraction
 from gcnzc.system.arguments import check_flag
+
+
+def is_offloaded(own: Any) -> bool:
+    """Whether the outer state is in host memory."""
+    return bool(own.offload)
 
 
 class DiLoCo(LocalMethod):
@@ -56,62 +62,44 @@ class DiLoCo(LocalMethod):
             the ranks differ.
     """
 
-    anchor: Tensor
+    local_steps: Any = option(DILOCO.local_steps)
+    outer_lr: float = option(DILOCO.outer_lr, check_at_least_zero)
+    outer_momentum: float = option(DILOCO.outer_momentum, check_fraction)
+    nesterov: bool = option(True, check_flag)
+    outer: Callable[[list[nn.Parameter]], Optimizer] | None = option(None, is_compared=False)
+    offload: bool = option(False, check_flag, is_compared=False)
+
+    anchor: Tensor = outer_vector(on_host=is_offloaded)
     """(n,): the outer optimizer's parameters, or this rank's shard (s,) of them"""
-    momentum: Tensor
+    momentum: Tensor = outer_vector(on_host=is_offloaded, when=lambda own: own.outer is None)
     """(n,) or (s,): the outer momentum"""
     mixing = 0.0
     """the weight of a rank's own parameters after an outer step"""
-    compared_options = (
-        *("outer_lr", "outer_momentum", "nesterov", "outer_name", "mixing"),
-        *LocalMethod.compared_options,
-    )
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        group: Group | None = None,
-        *,
-        local_steps: int | str = DILOCO.local_steps,
-        outer_lr: float = DILOCO.outer_lr,
-        outer_momentum: float = DILOCO.outer_momentum,
-        nesterov: bool = True,
-        outer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
-        offload: bool = False,
-        **options: Any,
-    ) -> None:
-        check_at_least_zero("outer_lr", outer_lr)
-        check_fraction("outer_momentum", outer_momentum)
-        check_flag("nesterov", nesterov)
-        if outer is not None and options.get("sharded"):
+    def configure(self) -> None:
+        """See `DistributedOptimizer`."""
+        super().configure()
+        if self.outer is not None and self.sharded:
             raise ValueError("sharded=True with outer\n\nhint: omit one of them")
-        self.outer_lr, self.outer_momentum, self.nesterov = outer_lr, outer_momentum, nesterov
-        self.outer, self.offload = outer, offload
-        super().__init__(inner, group, local_steps=local_steps, **options)
 
     def declare(self) -> list[Field]:
-        """See `DistributedOptimizer`."""
-        fields, vectors = super().declare(), [self.outer_vector("anchor")]
+        """See `DistributedOptimizer`; with an outer optimizer of torch, its state."""
+        fields = super().declare()
         if self.outer is None:
-            vectors.append(self.outer_vector("momentum"))
-        else:
-            for fragment in self.fragments:
-                if fragment.outer is None:
-                    device = "cpu" if self.offload else self.flat.device
-                    empty = torch.empty(fragment.num_elements, dtype=self.flat.dtype, device=device)
-                    fragment.outer = self.outer([nn.Parameter(empty)])
-                outer = Inner(fragment, "outer")
-                outer.kind = "shared"
-                fields.append(outer)
-        for vector in vectors:
-            vector.on_host = self.offload
-        return [*fields, *vectors]
+            return fields
+        for fragment in self.fragments:
+            if fragment.outer is None:
+                device = "cpu" if self.offload else self.flat.device
+                empty = torch.empty(fragment.num_elements, dtype=self.flat.dtype, device=device)
+                fragment.outer = self.outer([nn.Parameter(empty)])
+            fields.append(Inner(owner=fragment, name="outer", kind="shared"))
+        return fields
 
-    @property
-    def outer_name(self) -> str:
-        """The class and the options of the outer optimizer, as text."""
+    def compared_options(self) -> dict[str, Any]:
+        """See `DistributedOptimizer`; includes the class and options of the outer optimizer."""
         found = self.fragments[0].outer
-        return "SGD" if found is None else f"{type(found).__name__}({found.defaults})"
+        outer = "SGD" if found is None else f"{type(found).__name__}({found.defaults})"
+        return super().compared_options() | {"outer": outer}
 
     def restart(self) -> None:
         """See `LocalMethod`: the next outer step starts from the current parameters."""

@@ -17,25 +17,38 @@ Notation: W ranks, M micro-batches.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from functools import partial
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from gcnzc.compress import Compression
-from gcnzc.exchange import Algorithm, Group
-from gcnzc.optim.averaged import Averaged, GradientMeans
+from gcnzc.exchange import Algorithm
+from gcnzc.optim.averaged import Averaged
 from gcnzc.optim.compute_deadline import CALIBRATION, MAX_DROPPED, ComputeClock, ComputeDeadline
 from gcnzc.optim.method import identify_caller
-from gcnzc.optim.state import Field, Number
-from gcnzc.optim.validation import check_inner
+from gcnzc.optim.options import option
+from gcnzc.optim.state import scalar
+from gcnzc.optim.validation import check_above_zero, check_count, check_range
 
 T = TypeVar("T")
 
 # numbers that an exchange sends besides those of `Averaged`: M minus the computed sizes, and the
 # number of dropped micro-batches
 NUM_COUNTS = 2
+
+
+def check_threshold(name: str, value: object) -> None:
+    """Check a threshold in seconds, which may be "auto"; raises ValueError."""
+    if value != "auto":
+        hint = "seconds above 0, 'auto' to measure it, or None to drop nothing"
+        check_range(name, value, lambda seconds: seconds > 0, hint)
+
+
+def check_calibration(name: str, steps: tuple[int, int]) -> None:
+    """Check the first and the last step of a measurement; raises ValueError."""
+    check_count(f"{name}[0]", steps[0], 1)
+    check_count(f"{name}[1]", steps[1], steps[0])
 
 
 class DropCompute(Averaged):
@@ -71,7 +84,6 @@ class DropCompute(Averaged):
     Args:
         inner: see `Averaged`.
         group: the ranks that communicate; see `DistributedOptimizer`.
-        signals: see `Averaged`.
         micro_batches: M, the largest number of micro-batches of a step on one rank, at least 2.
         threshold: seconds from the beginning of a step's first micro-batch, after which no other
             forward or backward pass begins; "auto" to measure it; None or infinity to drop nothing.
@@ -79,9 +91,7 @@ class DropCompute(Averaged):
         max_dropped: the largest fraction of the micro-batches that "auto" may drop.
         clock: times the micro-batches; that of the parameters' device if None. Simulations use a
             `gcnzc.optim.compute_deadline.SimulatedClock`.
-        compress: see `Averaged`.
-        clip_norm: see `Averaged`.
-        module: see `DistributedOptimizer`; also checked for `SyncBatchNorm`.
+        options: see `Averaged`; `module` is also checked for `SyncBatchNorm`.
 
     Raises:
         TypeError: see `Averaged`.
@@ -91,30 +101,30 @@ class DropCompute(Averaged):
     accepts_ddp = False
     # the ranks count different micro-batches
     may_share = False
-    dropped_micro_batches: int
+    limit: int = option(check=partial(check_count, least=2), name="micro_batches")
+    """M"""
+    threshold: Any = option("auto", check_threshold, is_optional=True)
+    calibration: tuple[int, int] = option(CALIBRATION, check_calibration)
+    max_dropped: float = option(MAX_DROPPED, partial(check_above_zero, most=0.99))
+    clock: ComputeClock | None = option(None, is_compared=False)
+
+    dropped_micro_batches: int = scalar(kind="local")
     """number of micro-batches that this rank has dropped"""
-    computed_micro_batches: int
+    computed_micro_batches: int = scalar(kind="local")
     """number of micro-batches that this rank has computed"""
-    dropped_of_all: float
+    dropped_of_all: float = scalar(0.0)
     """number of micro-batches that were dropped, the mean over the ranks"""
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        group: Group | None = None,
-        signals: int = 0,
-        *,
-        micro_batches: int,
-        threshold: float | str | None = "auto",
-        calibration: tuple[int, int] = CALIBRATION,
-        max_dropped: float = MAX_DROPPED,
-        clock: ComputeClock | None = None,
-        compress: Compression | None = None,
-        clip_norm: float | None = None,
-        module: nn.Module | None = None,
-    ) -> None:
-        check_inner(type(self).__name__, inner)
-        for name, each in module.named_modules() if module is not None else ():
+    def configure(self) -> None:
+        """See `DistributedOptimizer`."""
+        super().configure()
+        clock = self.clock or ComputeClock(self.all_parameters()[0].device)
+        seconds = None if self.threshold == "auto" else float(self.threshold or math.inf)
+        self.deadline = ComputeDeadline(
+            self.limit, seconds, self.calibration, self.max_dropped, clock
+        )
+        """the current threshold, and the times from which it follows"""
+        for name, each in self.module.named_modules() if self.module is not None else ():
             if isinstance(each, nn.SyncBatchNorm):
                 where = f"module {name!r} is" if name else "the model is"
                 raise ValueError(
@@ -122,23 +132,8 @@ class DropCompute(Averaged):
                     "ranks compute different numbers of them\n\nhint: use BatchNorm, whose "
                     "statistics `finalize` averages"
                 )
-        clock = clock or ComputeClock(inner.param_groups[0]["params"][0].device)
-        self.deadline = ComputeDeadline(micro_batches, threshold, calibration, max_dropped, clock)
-        """the current threshold, and the times from which it follows"""
-        super().__init__(
-            inner, group, signals, compress=compress, clip_norm=clip_norm, module=module
-        )
         self.num_common_extras += NUM_COUNTS
         self._begin_step()
-
-    def declare(self) -> list[Field]:
-        """See `DistributedOptimizer`."""
-        return [
-            *super().declare(),
-            Number(self, "dropped_of_all", 0.0),
-            Number(self, "dropped_micro_batches", kind="local"),
-            Number(self, "computed_micro_batches", kind="local"),
-        ]
 
     def _begin_step(self) -> None:
         """Reset the counts of a step."""
@@ -154,7 +149,7 @@ class DropCompute(Averaged):
     def dropped_share(self) -> float:
         """The fraction of the M micro-batches of all steps that was dropped, over all ranks."""
         num_steps = self.steps + self.skipped
-        return self.dropped_of_all / (num_steps * self.deadline.micro_batches) if num_steps else 0.0
+        return self.dropped_of_all / (num_steps * self.limit) if num_steps else 0.0
 
     def micro_batches(
         self, batches: Iterable[T], sizes: Sequence[float] | None = None
@@ -175,7 +170,7 @@ class DropCompute(Averaged):
         Raises:
             ValueError: there are more than M micro-batches, or `sizes` does not fit them.
         """
-        limit = self.deadline.micro_batches
+        limit = self.limit
         count = len(batches) if isinstance(batches, Sized) else None
         if sizes is not None:
             if count not in (None, len(sizes)):
@@ -248,7 +243,7 @@ class DropCompute(Averaged):
                 "batch in optimizer.micro_batches(batches): optimizer.backward(loss)`, and then "
                 "call `step`"
             )
-        weight, limit = self.weight, self.deadline.micro_batches
+        weight, limit = self.weight, self.limit
         dropped = self._offered - self._computed
         # without `sizes` these are whole numbers, whose sum is exact also in float16; with a single
         # rank, they are the means
@@ -270,25 +265,18 @@ class DropCompute(Averaged):
         """Return the common extras, the missing sizes and the dropped micro-batches."""
         return [*super().common_extras(), *self._own_counts]
 
-    def _exchange_gradients(self) -> Algorithm[GradientMeans]:
-        means = yield from super()._exchange_gradients()
-        *_, missing, dropped = means.shares
+    def _exchange_gradients(self) -> Algorithm[str]:
+        reason = yield from super()._exchange_gradients()
+        *_, missing, dropped = self.shares
         self._mean_counts = (missing, dropped)
-        return means
+        return reason
 
     def _inner_step(self) -> None:
         missing, _ = self._mean_counts
-        kept = 1 - missing / self.deadline.micro_batches
+        kept = 1 - missing / self.limit
         # nothing is kept if no rank had a micro-batch
         if kept > 0 and kept != 1:
             for parameter in self.trained:
                 if parameter.grad is not None:
                     parameter.grad.div_(kept)
         super()._inner_step()
-
-    def layout_lines(self) -> list[str]:
-        """See `DistributedOptimizer`."""
-        return [f"DropCompute({self.deadline.describe()})", *super().layout_lines()]
-
-    def __repr__(self) -> str:
-        return f"DropCompute({self.deadline.describe()}) of {super().__repr__()}"

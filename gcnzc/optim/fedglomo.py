@@ -25,18 +25,19 @@ round, Q the compression.
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from gcnzc.compress import Blocks, Compression
-from gcnzc.exchange import Algorithm, Group
+from gcnzc.compress.registry import check_compression
 from gcnzc.exchange.sync import dense_buffers
-from gcnzc.optim.local_method import Fragment, LocalMethod
-from gcnzc.optim.state import Field, Number, Vector
-from gcnzc.optim.validation import check_above_zero, check_count, check_range
+from gcnzc.optim.local_method import Fragment, LocalMethod, outer_vector
+from gcnzc.optim.options import option
+from gcnzc.optim.state import OWN, Field, declared_fields, scalar, vector
+from gcnzc.optim.validation import check_above_zero, check_count, check_share
 
 QUANTIZED = Blocks("int8", stochastic=True)
 """the default compression, which is unbiased, as the paper's analysis requires"""
@@ -51,25 +52,21 @@ class Trajectory:
         name: the first word of the names of the vectors in states.
     """
 
+    point: Tensor | None = vector(None, is_optional=True, **OWN)
+    """(n,): the current point of the second trajectory; None for the first one, whose current
+    point is the parameters"""
+    before: Tensor | None = vector(None, is_optional=True, **OWN)
+    """(n,): the previous point, before the last step; None without local momentum"""
+    velocity: Tensor | None = vector(None, is_optional=True, **OWN)
+    """(n,): v of the last step; None without local momentum"""
+
     def __init__(self, name: str) -> None:
         self.state_prefix = name
         self.reset()
 
     def reset(self) -> None:
         """Begin a round."""
-        self.point: Tensor | None = None
-        """(n,): the current point of the second trajectory; None for the first one, whose current
-        point is the parameters"""
-        self.before: Tensor | None = None
-        """(n,): the previous point, before the last step; None without local momentum"""
-        self.velocity: Tensor | None = None
-        """(n,): v of the last step; None without local momentum"""
-
-    def declare(self, count: int) -> list[Field]:
-        """Return the fields of the state, with vectors of n elements."""
-        own: dict[str, Any] = {"is_optional": True, "kind": "local", "resize": "mean"}
-        names = ("point", "before", "velocity")
-        return [Vector(self, name, count, may_overflow=True, **own) for name in names]
+        self.point = self.before = self.velocity = None
 
 
 class FedGLOMO(LocalMethod):
@@ -121,16 +118,24 @@ class FedGLOMO(LocalMethod):
 
     needs_closure = True
     accepts_shards = False
-    anchor: Tensor
+    local_steps: Any = option(8)
+    round_weight: float = option(0.5, partial(check_above_zero, most=1))
+    local_momentum: float = option(0.8, check_share)
+    participants: int | None = option(None, partial(check_count, least=1))
+    seed: int = option(0, check_count)
+    compress: Compression = option(QUANTIZED, check_compression, is_optional=True)
+    alone = True
+
+    anchor: Tensor = outer_vector()
     """(n,): w_k, equal on all ranks"""
-    has_momentum: bool
+    has_momentum: bool = scalar(False)
     """whether there are `momentum` and `previous`: after the first mean, unless round_weight is
     1"""
-    momentum: Tensor
+    momentum: Tensor = vector(exists=lambda own: own.has_momentum)
     """(n,): u, equal on all ranks"""
-    previous: Tensor
+    previous: Tensor = vector(exists=lambda own: own.has_momentum)
     """(n,): w_(k-1), where the second trajectories start"""
-    round: int
+    round: int = scalar()
     """k, equal on all ranks"""
     closure: Callable[[], Any] | None = None
     """the closure of the next step. `step` sets it; a caller that runs `algorithm` itself sets it
@@ -138,60 +143,24 @@ class FedGLOMO(LocalMethod):
     loss: Any = None
     """what the closure returned first in the last step, detached from its graph; None if it was not
     called"""
-    compared_options = (
-        *("round_weight", "local_momentum", "participants", "seed"),
-        *LocalMethod.compared_options,
-    )
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        group: Group | None = None,
-        *,
-        local_steps: int | str = 8,
-        round_weight: float = 0.5,
-        local_momentum: float = 0.8,
-        participants: int | None = None,
-        seed: int = 0,
-        compress: Compression | None = QUANTIZED,
-        **options: Any,
-    ) -> None:
-        check_above_zero("round_weight", round_weight, 1)
-        check_range("local_momentum", local_momentum, lambda m: 0 <= m <= 1, "a number in [0, 1]")
-        if participants is not None:
-            check_count("participants", participants, 1)
-        check_count("seed", seed)
-        self.round_weight, self.local_momentum = round_weight, local_momentum
-        self.participants, self.seed = participants, seed
-        self.main, self.second = Trajectory("main"), Trajectory("second")
-        options |= {"local_steps": local_steps, "compress": compress}
-        super().__init__(inner, group, alone=True, **options)
-
-    def start(self) -> None:
+    def configure(self) -> None:
         """See `DistributedOptimizer`.
 
         Raises:
             ValueError: there are more participants than ranks, or the inner optimizer is not SGD.
         """
+        super().configure()
         count, world_size = self.participants, self.group.world_size
         if count is not None and count > world_size:
             raise ValueError(f"{count} participants of {world_size} ranks\n\nhint: give fewer")
         self._check_is_plain_sgd()
-        super().start()
+        self.main, self.second = Trajectory("main"), Trajectory("second")
 
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`."""
-        count = self.flat.num_elements
-        return [
-            *super().declare(),
-            self.outer_vector("anchor"),
-            Number(self, "round"),
-            Number(self, "has_momentum", False),
-            Vector(self, "momentum", count, exists=lambda values: values["has_momentum"]),
-            Vector(self, "previous", count, exists=lambda values: values["has_momentum"]),
-            *self.main.declare(count),
-            *self.second.declare(count),
-        ]
+        trajectories = declared_fields(self.main) + declared_fields(self.second)
+        return [*super().declare(), *trajectories]
 
     def restart(self) -> None:
         """See `LocalMethod`: begin a round from the current parameters."""
@@ -366,7 +335,7 @@ class FedGLOMO(LocalMethod):
         if self.second.point is not None:
             torch.sub(self.second.point, self.previous, out=change).add_(difference)
 
-    def apply(self, fragment: Fragment, mean: Tensor) -> Algorithm[None]:
+    def apply(self, fragment: Fragment, mean: Tensor) -> None:
         """See `LocalMethod`."""
         count = self.flat.num_elements
         update = mean[:count]
@@ -378,8 +347,6 @@ class FedGLOMO(LocalMethod):
             self.previous, self.has_momentum = self.anchor.clone(), True
         self.anchor.sub_(update)
         self.discard(fragment)
-        return
-        yield
 
     def discard(self, fragment: Fragment) -> None:
         """See `LocalMethod`: begin a round from the anchor."""

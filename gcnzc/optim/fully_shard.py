@@ -18,6 +18,12 @@ def is_shard(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
+def is_shard_of_replica(parameter: Any) -> bool:
+    """Return whether a parameter is sharded by `fully_shard` over the ranks of a replica."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh is not None and mesh.ndim == 1 and parameter.placements[0].is_shard()
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, in the same memory; other tensors as they are."""
     with torch.no_grad():

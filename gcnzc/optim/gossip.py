@@ -11,7 +11,6 @@ Notation: W ranks, n elements of the flat parameter vector, k of them exchanged.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,13 +33,11 @@ class Gossip(PartialExchanges):
     `take_part` of a subclass calls `average_pair`, or exchanges in another way.
     """
 
-    def apply(self, fragment: Fragment, mean: Tensor) -> Algorithm[None]:
+    def apply(self, fragment: Fragment, mean: Tensor) -> None:
         """See `LocalMethod`: set the parameters to the mean with the peer's."""
         self.set_parameters(fragment, mean)
         # ranks of other pairs have other parameters
         self.is_in_sync = False
-        return
-        yield
 
     def average_pair(self, peer: int | None, indices: Tensor | None = None) -> Algorithm[None]:
         """Exchange with a peer what `read` writes, and `apply` the mean.
@@ -62,7 +59,7 @@ class Gossip(PartialExchanges):
         self.read(fragment, own)
         mean = yield from self._pair_mean(fragment, own, peer, indices)
         if mean is not None:
-            yield from self.apply(fragment, mean)
+            self.apply(fragment, mean)
 
     def _pair_mean(
         self, fragment: Fragment, own: Tensor, peer: int, indices: Tensor | None
@@ -88,26 +85,28 @@ class Gossip(PartialExchanges):
         return received if indices is None else (yield Receive(own, peer))
 
 
-@dataclass(frozen=True)
 class GossipGraph:
-    """The graph of a gossip algorithm: one of `GRAPHS`, "k-regular", or edges that connect it.
+    """The graph of a gossip algorithm.
+
+    Args:
+        name: of the option, for messages.
+        topology: one of `GRAPHS`, "k-regular", or edges that connect all ranks.
 
     Raises:
         ValueError: the name is unknown, or an edge is not a pair.
     """
 
-    topology: str | Iterable[Edge]
-    """a name, or the edges"""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.topology, str):
-            pairs = tuple((int(low), int(high)) for low, high in self.topology)
-            object.__setattr__(self, "topology", pairs)
-        elif self.topology not in GRAPHS and not _REGULAR.fullmatch(self.topology):
+    def __init__(self, name: str, topology: str | Iterable[Edge]) -> None:
+        self.topology: str | list[Edge]
+        if not isinstance(topology, str):
+            self.topology = [(int(low), int(high)) for low, high in topology]
+        elif topology in GRAPHS or _REGULAR.fullmatch(topology):
+            self.topology = topology
+        else:
             names = ", ".join(map(repr, GRAPHS))
             raise ValueError(
-                f"topology is {self.topology!r}\n\nhint: use one of {names}, a number of neighbors "
-                "as in '4-regular', or edges such as [(0, 1), (1, 2)]"
+                f"{name} is {topology!r}\n\nhint: use one of {names}, a number of neighbors as in "
+                "'4-regular', or edges such as [(0, 1), (1, 2)]"
             )
 
     def __str__(self) -> str:

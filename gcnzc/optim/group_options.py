@@ -13,13 +13,12 @@ neither 0 nor 1, so that all ranks compare after this exchange.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import groupby
 from typing import Any
 
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm, Group
-from gcnzc.exchange.layout import hash_lines
+from gcnzc.exchange.engine import hash_lines
 from gcnzc.exchange.sync import all_gather_text
 
 # these choose an implementation for the rank's device and do not change the method
@@ -61,7 +60,33 @@ class Comparison:
         """whether bits have differed since the last comparison; equal on all ranks"""
         self.is_requested = False
         """whether this rank requests a comparison at the next exchange"""
+        self.loaded = "none"
+        """description of the state that was loaded last; equal on all ranks"""
+        self.loaded_norms = ""
+        """norms of its tensors that are equal on all ranks, which ranks compare too"""
         self._option_key = self._option_text = ""
+
+    def request(self, steps: int, shared: Mapping[str, Any]) -> None:
+        """Request a comparison after a state was loaded.
+
+        Args:
+            steps: the number of steps of the state.
+            shared: what ranks have in common of it.
+        """
+        self.loaded, self.loaded_norms = f"of step {steps}", format_norms(shared)
+        self.is_requested = True
+
+    def state_lines(self, optimizer: str, steps: int) -> list[str]:
+        """Return the lines for an optimizer's name, its number of steps, and its loaded state.
+
+        They come first: a different optimizer explains all other differences.
+        """
+        return [f"{OPTIMIZER}\t{optimizer}", f"{STEPS}\t{steps}", f"{LOADED}\t{self.loaded}"]
+
+    def lines(self, optimizer: str, steps: int, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return all lines: also those for the norms, the options and `requires_grad`."""
+        own = [*self.state_lines(optimizer, steps), f"{NORMS}\t{self.loaded_norms}"]
+        return [*own, *option_lines(groups, with_gpu=True), *trained_lines(groups)]
 
     def bit(self, groups: Sequence[Mapping[str, Any]], lines: Sequence[str]) -> float:
         """Return the number to send with the next exchange: a hash bit, or a comparison request.
@@ -161,14 +186,6 @@ def find_difference_by_store(lines: Sequence[str], group: Group) -> str:
     return find_difference(texts)
 
 
-def state_lines(optimizer: str, steps: int, loaded: str) -> list[str]:
-    """Return the lines for an optimizer's name, its number of steps, and its loaded state.
-
-    They come first: a different optimizer explains all other differences.
-    """
-    return [f"{OPTIMIZER}\t{optimizer}", f"{STEPS}\t{steps}", f"{LOADED}\t{loaded}"]
-
-
 def format_norms(shared: Mapping[str, Any]) -> str:
     """Return the norms of the tensors of a state that ranks have in common, by name.
 
@@ -188,14 +205,9 @@ def trained_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return a line for each parameter group: which of its parameters have `requires_grad`."""
     lines = []
     for number, group in enumerate(groups):
-        flags = [bool(parameter.requires_grad) for parameter in group["params"]]
-        frozen, index = [], 0
-        for is_trained, run in groupby(flags):
-            last = index + len(list(run)) - 1
-            if not is_trained:
-                frozen.append(str(index) if index == last else f"{index}-{last}")
-            index = last + 1
-        found = f"False for parameters {', '.join(frozen)}" if frozen else "True for all parameters"
+        flags = [parameter.requires_grad for parameter in group["params"]]
+        frozen = ", ".join(str(index) for index, flag in enumerate(flags) if not flag)
+        found = f"False for parameters {frozen}" if frozen else "True for all parameters"
         lines.append(f"{TRAINED} parameter group {number}\t{found}, of {len(flags)}")
     return lines
 

@@ -31,8 +31,9 @@ momenta.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,8 +46,9 @@ from gcnzc.exchange import Algorithm
 from gcnzc.kernels.finite import are_finite, square_limit
 from gcnzc.optim.flat import Segment
 from gcnzc.optim.method import SkipStep
+from gcnzc.optim.options import option
 from gcnzc.optim.replicated import AdamMethod
-from gcnzc.optim.state import Errors, Field, Number, Values, Vector
+from gcnzc.optim.state import OWN, Errors, Field, scalar, vector
 from gcnzc.optim.validation import check_at_least_zero
 from gcnzc.system.arguments import check_choice
 
@@ -95,86 +97,55 @@ class InactiveElements(AdamMethod):
         options: see `AdamMethod`.
     """
 
-    active: Tensor | None
+    compress: Compression = option(None, check_compression)
+    reactivate: str = option("step", partial(check_choice, choices=REACTIVATE_CHOICES))
+    variance_floor: float = option(1e-4, check_at_least_zero)
+
+    active: Tensor | None = vector(dtype=torch.bool, is_optional=True)
     """(n,) bool: the elements that are compressed; None for all"""
-    settling: Tensor
+    settling: Tensor = vector(None, torch.int64)
     """(s,) int64: the indices of the settling elements, ascending"""
-    settling_since: Tensor
+    settling_since: Tensor = vector(None, torch.int64)
     """(s,) int64: the number of the first step of each"""
-    pending_gradients: Tensor | None
+    pending_gradients: Tensor | None = vector(None, is_optional=True, **OWN)
     """(i,): sums of this rank's gradients since the last gradient step; None if not needed"""
-    settles_at: int
+    settles_at: int = scalar()
     """the step in which the first of the settling elements have settled; 0 if there are none"""
-    has_inactive_gradient: bool
+    has_inactive_gradient: bool = scalar(False)
     """whether inactive elements have a gradient on any rank"""
-    pending_since: int
+    pending_since: int = scalar()
     """the first step in which they may have had one; 0 if they have none"""
-    reactivate_from: int
+    reactivate_from: int = scalar()
     """the first step that may then reactivate them; 0 if none has done so yet"""
-    reactivation_interval: int
+    reactivation_interval: int = scalar(1)
     """the steps by which `reactivate_from` increases next"""
-    compared_options = (
-        *AdamMethod.compared_options,
-        *("compress", "reactivate", "variance_floor"),
-    )
     reducer_name = "momentum"
     """the name of the compressed mean in `reducers`"""
     _inactive: Tensor | None
     _slices: list[tuple[Segment, slice]] | None
     _uncompressed: Reducer | None
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *adam: Any,
-        compress: Compression | None,
-        reactivate: str = "step",
-        variance_floor: float = 1e-4,
-        **options: Any,
-    ) -> None:
-        check_choice("reactivate", reactivate, REACTIVATE_CHOICES)
-        check_at_least_zero("variance_floor", variance_floor)
-        check_compression(compress)
-        self.compress, self.reactivate = compress or Sign(), reactivate
-        self.variance_floor = variance_floor
+    def configure(self) -> None:
+        """See `DistributedOptimizer`."""
+        super().configure()
+        self.compress = self.compress or Sign()
         self._forget_indices()
-        super().__init__(params, *adam, **options)
 
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`."""
-        count, first = self.flat.num_elements, self.flat.num_uncompressed
-        layers = self.flat.layers(first)
+        first = self.flat.num_uncompressed
+        errors = Errors(
+            owner=self,
+            name=self.reducer_name,
+            compress=self.compress,
+            size=self.flat.num_elements - first,
+            exists=self.is_compressing,
+            layers=self.flat.layers(first),
+        )
+        return [*super().declare(), errors]
 
-        def are_settling(indices: Tensor, values: Values) -> bool:
-            active, is_inside = values.get("active"), bool((indices < count).all())
-            return not len(indices) or (
-                active is not None and is_inside and not bool(active[indices].any())
-            )
-
-        def num_inactive(values: Values) -> int:
-            active = values.get("active")
-            return 0 if active is None else int((~active).sum()) - len(values["settling"])
-
-        own: dict[str, Any] = {"dtype": torch.int64, "least": 0}
-        rows: dict[str, Any] = {"kind": "local", "resize": "mean", "is_optional": True}
-        return [
-            *super().declare(),
-            Vector(self, "active", count, torch.bool, is_optional=True),
-            Vector(self, "settling", None, is_valid=are_settling, **own),
-            Vector(self, "settling_since", lambda values: len(values["settling"]), **own),
-            Vector(self, "pending_gradients", num_inactive, **rows),
-            Number(self, "settles_at", least=lambda values: min(1, len(values["settling"]))),
-            Number(self, "has_inactive_gradient", False),
-            Number(self, "pending_since"),
-            Number(self, "reactivate_from"),
-            Number(self, "reactivation_interval", 1, least=1),
-            Errors(
-                self, self.reducer_name, self.compress, count - first, self.is_compressing, layers
-            ),
-        ]
-
-    def is_compressing(self, values: Values) -> bool:
-        """Whether there is a reducer for the compressed mean, given the values of the state."""
+    def is_compressing(self, own: Any) -> bool:
+        """Whether there is a reducer for the compressed mean, given this optimizer or a state."""
         return True
 
     @property

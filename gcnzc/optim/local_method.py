@@ -24,15 +24,28 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense, Reducer
 from gcnzc.compress.registry import check_compression
-from gcnzc.exchange import Algorithm, Group, Start, Sum, Wait
+from gcnzc.exchange import Algorithm, Start, Sum, Wait
 from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.finite_gradients import delete_nonfinite_state, have_finite_gradients
 from gcnzc.optim.fully_shard import holds_on_all_shards
 from gcnzc.optim.method import WrappingOptimizer, identify_caller
+from gcnzc.optim.options import option
 from gcnzc.optim.resize import shard_bounds
 from gcnzc.optim.sharded import Sharded, gather_shards, padded_size
-from gcnzc.optim.state import Errors, Field, Inner, Kind, Number, Option, Values, Vector
+from gcnzc.optim.state import (
+    OWN,
+    Errors,
+    Field,
+    Inner,
+    Kind,
+    Scalar,
+    Vector,
+    declared_fields,
+    scalar,
+    vector,
+)
 from gcnzc.optim.sync_interval import MAX_OVERLAP_SHARE, MAX_SHARE, Clocks, SyncInterval
+from gcnzc.system.arguments import check_flag
 from gcnzc.system.scalars import scalars_like
 
 CHANNEL = "outer"
@@ -41,6 +54,28 @@ SKIPPED = "synchronization skipped"
 """how notes begin that say why there is no mean"""
 AT_NEXT_START = -1
 """in place of a step: when the next exchange of the fragment starts"""
+
+
+def has_exchanges(own: Any) -> bool:
+    """Whether a method has the state of exchanges; see `LocalMethod.is_local`."""
+    return not own.is_local
+
+
+def count_kind(own: Any) -> Kind:
+    """Return whether counts of exchanges are equal on all ranks."""
+    return "shared" if own.is_uniform else "local"
+
+
+def outer_vector(**options: Any) -> Any:
+    """Declare a vector (n,) that is updated with means, while there are exchanges.
+
+    It is equal on all ranks, or each rank has its shard if `sharded`.
+
+    Args:
+        options: see `gcnzc.optim.vector`.
+    """
+    own: dict[str, Any] = {"kind": lambda own: own.outer_kind, "resize": "mean"}
+    return vector(exists=has_exchanges, **own | options)
 
 
 @dataclass(eq=False)
@@ -104,7 +139,7 @@ class LocalMethod(WrappingOptimizer):
         target: with "auto", the largest fraction of the wall time for exchanges; 1/20 if None, or
             1/2 if the exchanges overlap with the steps.
         clocks: with "auto", the clocks that measure the steps and the exchanges.
-        options: the other options of `DistributedOptimizer`.
+        options: those of `DistributedOptimizer`.
 
     Raises:
         TypeError: the inner optimizer communicates itself or needs a closure.
@@ -112,15 +147,24 @@ class LocalMethod(WrappingOptimizer):
             parameters differ between ranks.
     """
 
-    dropped: int
-    """number of means that failed, or excluded ranks with non-finite or too large parameters"""
-    num_exchanges: int
-    """number of exchanges so far"""
-    is_local: bool
+    local_steps: Any = option(1)
+    """H, the current number of local steps from one exchange to the next"""
+    delay_steps: int = option(0, is_compared=False)
+    compress: Compression = option(None, check_compression)
+    sharded: bool = option(False, check_flag, is_saved=True)
+    alone: bool = option(False, check_flag, is_compared=False)
+    target: float | None = option(None, is_compared=False)
+    clocks: Clocks = option(Clocks(), is_compared=False)
+
+    is_local: bool = scalar(True)
     """whether there have been only local steps, so that there is no state of exchanges: before the
     broadcast, and always on a single rank, unless `alone`"""
-    is_in_sync: bool
+    is_in_sync: bool = scalar(False)
     """whether all ranks have the same parameters now"""
+    num_exchanges: int = scalar(kind=count_kind, resize="mean")
+    """number of exchanges so far"""
+    dropped: int = scalar(**OWN)
+    """number of means that failed, or excluded ranks with non-finite or too large parameters"""
     is_replicated = False
     accepts_shards = True
     needs_closure = False
@@ -131,34 +175,20 @@ class LocalMethod(WrappingOptimizer):
         "fewer local steps (`local_steps`, of gcnzc train --strategy NAME:local_steps=N) let it "
         "begin sooner"
     )
-    compared_options: Sequence[str] = ("compress",)
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        group: Group | None = None,
-        *,
-        local_steps: int | str = 1,
-        delay_steps: int = 0,
-        compress: Compression | None = None,
-        sharded: bool = False,
-        alone: bool = False,
-        target: float | None = None,
-        clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
-        **options: Any,
-    ) -> None:
-        check_compression(compress)
-        if sharded and compress not in (None, Dense()):
+    def configure(self) -> None:
+        """See `DistributedOptimizer`."""
+        compress = self.compress or Dense()
+        if self.sharded and compress != Dense():
             # shards are exchanged uncompressed
             raise ValueError(f"sharded=True with compress={compress}\n\nhint: omit one of them")
-        self.delay_steps, self.alone = delay_steps, alone
-        self.compress = Sharded() if sharded else compress or Dense()
-        self.sharded = sharded
+        self.compress = Sharded() if self.sharded else compress
+        target = self.target
         if target is None:
-            target = MAX_OVERLAP_SHARE if delay_steps else MAX_SHARE
-        self.sync_interval = SyncInterval(local_steps, target, clocks)
-        super().__init__(inner, group, **options)
-        self.sync_interval.counts_cpu_time = self.flat.device.type == "cpu"
+            target = MAX_OVERLAP_SHARE if self.delay_steps else MAX_SHARE
+        self.sync_interval = SyncInterval(self.local_steps, target, self.clocks)
+        self.sync_interval.counts_cpu_time = self.all_parameters()[0].device.type == "cpu"
+        self.local_steps = self.sync_interval.steps
 
     # --- what a method implements
 
@@ -173,8 +203,8 @@ class LocalMethod(WrappingOptimizer):
         self.flat.read_parameters(out, fragment.here)
 
     @abstractmethod
-    def apply(self, fragment: Fragment, mean: Tensor) -> Algorithm[None]:
-        """Update the parameters and the state with a mean.
+    def apply(self, fragment: Fragment, mean: Tensor) -> Algorithm[None] | None:
+        """Update the parameters and the state with a mean; a generator if that communicates.
 
         Args:
             fragment: what was exchanged.
@@ -268,10 +298,10 @@ class LocalMethod(WrappingOptimizer):
         """Return the numbers of elements of the fragments; a single one by default."""
         return [self.flat.num_elements]
 
-    def outer_vector(self, name: str) -> Vector:
-        """Return the field of a vector that is updated with means, while there are exchanges."""
-        kind: Kind = "sharded" if self.sharded else "shared"
-        return Vector(self, name, self.flat.num_elements, kind=kind, exists=has_exchanges)
+    @property
+    def outer_kind(self) -> Kind:
+        """Which ranks have an `outer_vector`."""
+        return "sharded" if self.sharded else "shared"
 
     def own_part(self, vector: Tensor) -> Tensor:
         """Return what this rank has of a vector (n,): all, or a copy of its shard if `sharded`."""
@@ -335,11 +365,6 @@ class LocalMethod(WrappingOptimizer):
         return self.group.world_size == 1 and not self.alone
 
     @property
-    def local_steps(self) -> int:
-        """H, the current number of local steps from one exchange to the next."""
-        return self.sync_interval.steps
-
-    @property
     def local_share(self) -> float:
         """The fraction of steps without an exchange so far; 0 before the first step."""
         return 1 - self.num_exchanges / self.steps if self.steps else 0.0
@@ -354,6 +379,7 @@ class LocalMethod(WrappingOptimizer):
         self.sync_interval.record_step()
         yield from self.exchange(self.steps + 1)
         yield from self.sync_interval.choose()
+        self.local_steps = self.sync_interval.steps
 
     def exchange(self, step: int) -> Algorithm[None]:
         """Start the exchanges that are due after a step, and apply the results that are due."""
@@ -454,7 +480,7 @@ class LocalMethod(WrappingOptimizer):
         if mean is None:
             self.discard(fragment)
         else:
-            yield from self.apply(fragment, mean)
+            yield from self.apply(fragment, mean) or ()
 
     def _receive(self, fragment: Fragment) -> Tensor | None:
         """Receive the signals and the note of a finished reduction, and return its result."""
@@ -563,48 +589,32 @@ class LocalMethod(WrappingOptimizer):
 
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`."""
-        count: dict[str, Any] = {"kind": "shared" if self.is_uniform else "local", "resize": "mean"}
         fields: list[Field] = [
             *super().declare(),
-            Option(self, "sharded"),
-            Number(self, "is_local", True),
-            Number(self, "is_in_sync", False),
-            Number(self, "num_exchanges", **count),
-            Number(self, "dropped", kind="local", resize="mean"),
+            *declared_fields(self.sync_interval),
             Vector(
-                self,
-                "parameters",
-                self.flat.num_elements,
-                kind=lambda values: "shared" if values["is_in_sync"] else "local",
+                owner=self,
+                name="parameters",
+                kind=lambda own: "shared" if own.is_in_sync else "local",
                 resize="mean",
-                # those of one rank may have overflowed in its last step
-                may_overflow=lambda values: not values["is_in_sync"],
                 is_computed=True,
             ),
-            Inner(self),
-            *self.sync_interval.declare(),
+            Inner(owner=self),
         ]
         for each in self.fragments:
-            fields += [Number(each, "started", **count), *self._declare_result(each)]
-            fields.append(Errors(self, each.name, self.compress, each.num_elements))
+            count: dict[str, Any] = {"owner": each, "kind": count_kind(self), "resize": "mean"}
+            fields += [
+                Scalar(name="started", **count),
+                Scalar(owner=each, name="due"),
+                Scalar(owner=each, name="note", initial=""),
+                Vector(owner=each, name="mean", size=each.num_elements, exists=self._has_mean),
+                Errors(owner=self, name=each.name, compress=self.compress, size=each.num_elements),
+            ]
         return fields
 
-    def _declare_result(self, fragment: Fragment) -> list[Field]:
-        is_round, due = self.delay_steps == AT_NEXT_START, f"{fragment.name} due"
-
-        def least_due(values: Values) -> int:
-            if is_round:
-                return AT_NEXT_START
-            # a result that was due earlier would never be applied
-            return values["steps"] + 1 if values[due] else 0
-
-        def has_mean(values: Values) -> bool:
-            is_skipped = values[f"{fragment.name} note"].startswith(SKIPPED)
-            return values[due] != 0 and (is_round or not is_skipped)
-
-        # a mean that is not applied may have overflowed
-        mean = Vector(fragment, "mean", fragment.num_elements, exists=has_mean, may_overflow=True)
-        return [Number(fragment, "due", least=least_due), Number(fragment, "note", ""), mean]
+    def _has_mean(self, fragment: Fragment) -> bool:
+        is_skipped = fragment.note.startswith(SKIPPED) and self.delay_steps != AT_NEXT_START
+        return fragment.due != 0 and not is_skipped
 
     def on_broadcast(self) -> None:
         """See `DistributedOptimizer`."""
@@ -620,6 +630,7 @@ class LocalMethod(WrappingOptimizer):
     def on_load(self) -> None:
         """See `DistributedOptimizer`."""
         super().on_load()
+        self.local_steps = self.sync_interval.steps
         if self.is_inner_only:
             if not self.is_local:
                 self.load_alone()
@@ -655,13 +666,9 @@ class LocalMethod(WrappingOptimizer):
         self.finish_pending()
         return super().__getstate__()
 
-    def describe_options(self) -> str:
-        """See `DistributedOptimizer`."""
-        options = {name: getattr(self, name) for name in self.compared_options}
-        # "auto", not the current number
-        options["local_steps"] = self.sync_interval.requested
-        pairs = (f"{name}={value}" for name, value in sorted(options.items()))
-        return f"{self.name}({', '.join(pairs)})"
+    def compared_options(self) -> dict[str, Any]:
+        """See `DistributedOptimizer`; "auto", not the current number of local steps."""
+        return super().compared_options() | {"local_steps": self.sync_interval.requested}
 
     def layout_lines(self) -> list[str]:
         """See `DistributedOptimizer`; includes the class of the inner optimizer."""
@@ -671,8 +678,3 @@ class LocalMethod(WrappingOptimizer):
     def late_phase(self) -> str:
         """See `DistributedOptimizer`."""
         return "exchange" if self.steps < self.local_steps else ""
-
-
-def has_exchanges(values: Values) -> bool:
-    """Whether a state has the state of exchanges; see `LocalMethod.is_local`."""
-    return not values["is_local"]

@@ -16,13 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from gcnzc.compress import Dense
-from gcnzc.exchange import Algorithm, Group
 from gcnzc.optim.defaults import LOCAL_SGD
-from gcnzc.optim.local_method import Fragment, LocalMethod
-from gcnzc.optim.state import Field
+from gcnzc.optim.local_method import Fragment, LocalMethod, outer_vector
+from gcnzc.optim.options import option
 
 
 class LocalSGD(LocalMethod):
@@ -39,28 +37,15 @@ class LocalSGD(LocalMethod):
         ValueError: an option is out of range, or the parameters of the ranks differ.
     """
 
-    anchor: Tensor
-    """(n,): the last mean, if the differences from it are exchanged"""
+    local_steps: Any = option(LOCAL_SGD.local_steps)
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        group: Group | None = None,
-        *,
-        local_steps: int | str = LOCAL_SGD.local_steps,
-        **options: Any,
-    ) -> None:
-        super().__init__(inner, group, local_steps=local_steps, **options)
+    anchor: Tensor = outer_vector(when=lambda own: own.has_anchor)
+    """(n,): the last mean, if the differences from it are exchanged"""
 
     @property
     def has_anchor(self) -> bool:
         """Whether the differences from the last mean are exchanged."""
         return self.compress != Dense()
-
-    def declare(self) -> list[Field]:
-        """See `DistributedOptimizer`."""
-        fields = super().declare()
-        return [*fields, self.outer_vector("anchor")] if self.has_anchor else fields
 
     def restart(self) -> None:
         """See `LocalMethod`."""
@@ -73,8 +58,6 @@ class LocalSGD(LocalMethod):
         if self.has_anchor:
             torch.sub(self.anchor, out, out=out)
 
-    def apply(self, fragment: Fragment, mean: Tensor) -> Algorithm[None]:
+    def apply(self, fragment: Fragment, mean: Tensor) -> None:
         """See `LocalMethod`: set the parameters to their mean."""
         self.set_parameters(fragment, self.anchor.sub_(mean) if self.has_anchor else mean)
-        return
-        yield

@@ -13,8 +13,8 @@ import inspect
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+from functools import partial, wraps
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,8 +25,13 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Reducer, WorkerInfo
 from gcnzc.exchange import Algorithm, Caller, Group, RequestMismatch, WorkerLost, current_group, run
-from gcnzc.exchange.layout import describe_layout
-from gcnzc.exchange.sync import broadcast, check_same, dense_buffers, synchronize_buffers
+from gcnzc.exchange.sync import (
+    broadcast,
+    check_same,
+    dense_buffers,
+    describe_layout,
+    synchronize_buffers,
+)
 from gcnzc.optim.checksums import Checksums
 from gcnzc.optim.ddp import check_no_average, find_ddp
 from gcnzc.optim.defaults import LATE_SHARE, LATE_STEPS
@@ -34,15 +39,12 @@ from gcnzc.optim.flat import FlatParameters
 from gcnzc.optim.fully_shard import find_peers, local, shard_name
 from gcnzc.optim.group_options import (
     CALL,
-    NORMS,
     Comparison,
     find_difference_by_store,
-    format_norms,
     option_key,
     option_lines,
-    state_lines,
-    trained_lines,
 )
+from gcnzc.optim.options import declared_options, option, set_options, signature_of
 from gcnzc.optim.resize import (
     GROUPS,
     check_state_dict_options,
@@ -50,7 +52,13 @@ from gcnzc.optim.resize import (
     pack_state,
     unpack_state,
 )
-from gcnzc.optim.state import Field, Number, State, check_group_lengths
+from gcnzc.optim.state import (
+    Field,
+    State,
+    check_group_lengths,
+    declared_fields,
+    scalar,
+)
 from gcnzc.optim.validation import (
     check_at_least_zero,
     check_count,
@@ -66,11 +74,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 Algorithms = Callable[Concatenate[Any, P], Algorithm[T]]
 
-PARAMETER_TEXTS: dict[str, Callable[[Tensor], str]] = {
-    "requires_grad": lambda each: f"requires_grad={each.requires_grad}",
-    "layout": lambda each: f"{tuple(each.shape)} {each.dtype} on {each.device}",
-}
-"""what must not change after the construction of an optimizer, as text"""
+NO_PARAMETER = ("no such parameter", "no such parameter")
 _SCALER_STEP = inspect.unwrap(GradScaler.step).__code__
 
 
@@ -109,8 +113,8 @@ class DistributedOptimizer(Optimizer):
     it with torch.distributed; `gcnzc.exchange.lockstep` runs the algorithms of all ranks in one
     process, as a simulation.
 
-    A subclass sets its options, calls this constructor last, and implements `declare` and
-    `take_step`.
+    A subclass declares its options (`gcnzc.optim.options`) and its state (`gcnzc.optim.state`), and
+    implements `take_step`.
 
     Args:
         params: an iterable of parameters or parameter groups, as for torch's optimizers.
@@ -119,9 +123,12 @@ class DistributedOptimizer(Optimizer):
             None.
         signals: the number of flags, such as a request to stop, that each exchange combines over
             the ranks by a logical or.
-        module: the model. If given, its dense buffers and its parameters that are not in `params`
-            are also broadcast from rank 0 at the start, and `finalize` makes these buffers equal.
-        total_steps: the number of steps of the run; None if it is not known.
+        options: the options of the class, and
+
+            - `module`: the model. If given, its dense buffers and its parameters that are not in
+              `params` are also broadcast from rank 0 at the start, and `finalize` makes these
+              buffers equal.
+            - `total_steps`: the number of steps of the run; None if it is not known.
 
     Raises:
         TypeError: a parameter is sharded, complex, or of a dtype that cannot be averaged.
@@ -129,8 +136,10 @@ class DistributedOptimizer(Optimizer):
             an option is out of range.
     """
 
-    compared_options: Sequence[str] = ()
-    """the names of the attributes that must be equal on all ranks; see `describe_options`"""
+    module: nn.Module | None = option(None, is_compared=False)
+    total_steps: int | None = option(None, partial(check_count, least=1), is_compared=False)
+
+    __signature__: ClassVar[inspect.Signature]
 
     is_shared = False
     """whether the state is the same on all ranks, so that rank 0's checkpoint is sufficient"""
@@ -157,14 +166,18 @@ class DistributedOptimizer(Optimizer):
     """the scale of the gradients, set by GradScaler during `step`; None if already unscaled"""
     found_inf: Tensor
     """set by GradScaler during `step`: above 0 if it found a gradient that is not finite"""
-    steps: int
+    steps: int = scalar()
     """number of steps taken, equal on all ranks; only local methods count skipped steps"""
-    skipped: int
+    skipped: int = scalar(kind="local", resize="mean")
     """number of steps that were skipped because a gradient was not finite or too large"""
     declared: State
     flat: FlatParameters
     # objects of `find_ddp` in the first step, and what `check_no_average` returned for them
     _ddps: WeakKeyDictionary[DistributedDataParallel, list[int] | None] | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__signature__ = signature_of(cls)
 
     def __init__(
         self,
@@ -173,20 +186,16 @@ class DistributedOptimizer(Optimizer):
         group: Group | None = None,
         *,
         signals: int = 0,
-        module: nn.Module | None = None,
-        total_steps: int | None = None,
+        **options: Any,
     ) -> None:
         if group is not None:
             check_group(group)
         check_count("signals", signals)
-        if total_steps is not None:
-            check_count("total_steps", total_steps, 1)
+        set_options(self, options)
         super().__init__(params, defaults)
-        if module is not None:
-            check_module(module, self.param_groups)
-        self.module = module
+        if self.module is not None:
+            check_module(self.module, self.param_groups)
         self.group = find_peers(current_group(), self.all_parameters()) if group is None else group
-        self.total_steps = total_steps
         self._weight, self._signals = 1.0, [False] * signals
         self.received_signals = [False] * signals
         """for each signal, whether any rank sent it in the exchanges that finished in the last
@@ -195,10 +204,6 @@ class DistributedOptimizer(Optimizer):
         may discard signals, so send them until they are received."""
         self.num_common_extras = 1 + signals
         """the length of `common_extras`"""
-        self.loaded = "none"
-        """description of the state that was loaded last; equal on all ranks"""
-        self.loaded_norms = ""
-        """norms of its tensors that are equal on all ranks, which ranks compare too"""
         self.identity = self.name
         """`name`, and the number of this optimizer among those of `group`; copies have the same"""
         self.comparison, self.checksums = Comparison(), Checksums()
@@ -212,10 +217,14 @@ class DistributedOptimizer(Optimizer):
         self.skip_reason = ""
         """why the last `step`, or a part of it, was skipped, or why a mean excludes ranks; empty if
         nothing was skipped or excluded"""
+        self.configure()
         self.start()
 
+    def configure(self) -> None:
+        """Check options that depend on each other or on the group, and derive attributes."""
+
     def start(self) -> None:
-        """Lay out the parameters, allocate the state, and broadcast the model: the constructor."""
+        """Lay out the parameters, allocate the state, and broadcast the model."""
         self.fill_state()
         self.flat = self.lay_out()
         self.record_parameters()
@@ -237,8 +246,8 @@ class DistributedOptimizer(Optimizer):
         return FlatParameters(self.param_groups)
 
     def declare(self) -> list[Field]:
-        """Return the fields of the state; see `state`. Subclasses append theirs."""
-        return [Number(self, "steps"), Number(self, "skipped", kind="local", resize="mean")]
+        """Return the fields of the state: those of the class, and others that subclasses append."""
+        return declared_fields(self)
 
     @abstractmethod
     def take_step(self) -> Algorithm[Any]:
@@ -248,19 +257,19 @@ class DistributedOptimizer(Optimizer):
             SkipStep: all ranks skip the step; raised before any state has changed.
         """
 
+    def compared_options(self) -> dict[str, Any]:
+        """Return the options, by name, that must be equal on all ranks; others may be added."""
+        options = declared_options(type(self)).items()
+        return {
+            each.name or name: getattr(self, name) for name, each in options if each.is_compared
+        }
+
     def describe_options(self) -> str:
-        """Return the options that are not in the parameter groups, and must be equal on all ranks.
-
-        These are the attributes in `compared_options`.
-        """
-        pairs = (f"{name}={getattr(self, name)}" for name in sorted(set(self.compared_options)))
+        """Return the `compared_options` as text."""
+        options = sorted(self.compared_options().items())
+        # functions are equal on all ranks if their names are
+        pairs = (f"{name}={getattr(each, '__qualname__', each)}" for name, each in options)
         return f"{self.name}({', '.join(pairs)})"
-
-    def check_options(
-        self, group: Mapping[str, Any], where: str = "", *, with_gpu: bool = True
-    ) -> None:
-        """Check the options of a group; see `gcnzc.optim.validation.check_options`."""
-        check_options(group, self.defaults, where, with_gpu=with_gpu)
 
     def on_broadcast(self) -> None:
         """Initialize the state that depends on the parameters, which are equal on all ranks now."""
@@ -387,7 +396,8 @@ class DistributedOptimizer(Optimizer):
         if not key or key != self.checked_options:
             # a scheduler, or the caller, has changed them
             for number, group in enumerate(self.param_groups):
-                self.check_options(group, f" of parameter group {number}", with_gpu=False)
+                where = f" of parameter group {number}"
+                check_options(group, self.defaults, where, with_gpu=False)
             self.checked_options = key
         loss = None
         if closure is not None:
@@ -422,7 +432,7 @@ class DistributedOptimizer(Optimizer):
         # as `identify_caller` does, but without a generator between this one and its driver
         caller_before = yield Caller(self.identity)
         if [each.dtype for each in self.all_parameters()] != self.initial_dtypes:
-            self.check_layouts()
+            self.check_unchanged()
         self.begin_step()
         if not self.is_broadcast:
             yield from self.broadcast_model_algorithm()
@@ -434,7 +444,7 @@ class DistributedOptimizer(Optimizer):
             self.skipped += 1
         except RuntimeError as error:
             if not isinstance(error, RequestMismatch | WorkerLost):
-                self.check_layouts()
+                self.check_unchanged()
             raise
         else:
             self.steps += 1
@@ -473,23 +483,19 @@ class DistributedOptimizer(Optimizer):
             return [0.0, *self._signals]
         if self.comparison.received >= self.checksums.next_update:
             self.checksums.update(self.comparison.received, self.replicated_parameters)
-        return [self.hash_bit(), *self._signals]
-
-    def hash_bit(self) -> float:
-        """Return the number with which ranks compare their options; see `Comparison.bit`."""
         if self.requires_grad_flags() != self.initial_requires_grad:
             self.comparison.is_requested = True
-        lines = state_lines(self.identity, self.steps, self.loaded)
-        return self.comparison.bit(self.param_groups, [*lines, self.checksums.line])
+        lines = self.comparison.state_lines(self.identity, self.steps)
+        bit = self.comparison.bit(self.param_groups, [*lines, self.checksums.line])
+        return [bit, *self._signals]
 
-    def receive_common(self, sums: Sequence[float], ranks: int | None = None) -> None:
+    def receive_common(self, sums: Sequence[float]) -> None:
         """Update the comparison and the received signals.
 
         Args:
-            sums: the sums of the extras, which begin with the common ones.
-            ranks: the number of ranks in the sums; all if None.
+            sums: the sums of the extras over the ranks, which begin with the common ones.
         """
-        self.comparison.receive(sums[0], self.group.world_size if ranks is None else ranks)
+        self.comparison.receive(sums[0], self.group.world_size)
         # others may follow
         signals = sums[1 : 1 + len(self.received_signals)]
         self.received_signals = [
@@ -498,10 +504,7 @@ class DistributedOptimizer(Optimizer):
 
     def compared_lines(self) -> list[str]:
         """Return the lines that must be the same on all ranks; see `Comparison`."""
-        own = state_lines(self.identity, self.steps, self.loaded)
-        own.append(f"{NORMS}\t{self.loaded_norms}")
-        options = option_lines(self.param_groups, with_gpu=True)
-        return [*own, *options, *trained_lines(self.param_groups)]
+        return self.comparison.lines(self.identity, self.steps, self.param_groups)
 
     def compare_algorithm(self) -> Algorithm[bool]:
         """Compare lines and parameters of all ranks if that is due; see `Comparison.compare`."""
@@ -544,10 +547,16 @@ class DistributedOptimizer(Optimizer):
         """Record `requires_grad` and the layout of the current parameters."""
         self.initial_requires_grad = self.requires_grad_flags()
         self.initial_dtypes = [each.dtype for each in self.all_parameters()]
-        self._initial = {kind: self._describe_parameters(kind) for kind in PARAMETER_TEXTS}
+        self._initial = self._describe_parameters()
 
-    def _describe_parameters(self, kind: str) -> dict[str, str]:
-        return {name: PARAMETER_TEXTS[kind](each) for name, each in self.named_parameters()}
+    def _describe_parameters(self) -> dict[str, tuple[str, str]]:
+        return {
+            name: (
+                f"requires_grad={each.requires_grad}",
+                f"{tuple(each.shape)} {each.dtype} on {each.device}",
+            )
+            for name, each in self.named_parameters()
+        }
 
     def check_trainable(self) -> None:
         """Check that the parameters have the same `requires_grad` as at the construction.
@@ -558,29 +567,27 @@ class DistributedOptimizer(Optimizer):
             ValueError: a parameter was frozen, unfrozen, added or removed.
         """
         if self.requires_grad_flags() != self.initial_requires_grad:
-            self._check_unchanged("requires_grad")
+            self.check_unchanged()
 
-    def check_layouts(self) -> None:
-        """Check that the parameters have the same layouts as at the construction.
+    def check_unchanged(self) -> None:
+        """Check that the parameters are those of the construction, but for their values.
 
-        It would take time in each step, so it is called only if a dtype has changed, as by
-        `model.half()`, or after an error.
+        It would take time in each step, so it is called only if `requires_grad` or a dtype has
+        changed, as by `model.half()`, or after an error.
 
         Raises:
-            ValueError: the shape, dtype or device of a parameter has changed.
+            ValueError: `requires_grad`, shape, dtype or device of a parameter has changed.
         """
-        self._check_unchanged("layout")
-
-    def _check_unchanged(self, kind: str) -> None:
-        before, now = self._initial[kind], self._describe_parameters(kind)
+        before, now = self._initial, self._describe_parameters()
         for name in {**now, **before}:
-            found, expected = (each.get(name, "no such parameter") for each in (now, before))
-            if found != expected:
-                raise ValueError(
-                    f"{name}: {found} now, but {expected} when {self.name} was constructed"
-                    "\n\nhint: change parameters on all ranks before constructing the optimizer, "
-                    "and later only their values in place, as with copy_"
-                )
+            pairs = (each.get(name, NO_PARAMETER) for each in (now, before))
+            for found, expected in zip(*pairs, strict=True):
+                if found != expected:
+                    raise ValueError(
+                        f"{name}: {found} now, but {expected} when {self.name} was constructed"
+                        "\n\nhint: change parameters on all ranks before constructing the "
+                        "optimizer, and later only their values in place, as with copy_"
+                    )
 
     def check_ddp(self) -> None:
         """Check that DistributedDataParallel has not averaged this rank's gradients.
@@ -612,7 +619,7 @@ class DistributedOptimizer(Optimizer):
     def check_param_group(self, group: Mapping[str, Any]) -> None:
         """Check the parameters and options of a group; see `add_param_group`."""
         check_parameters(self.name, group["params"], accepts_shards=self.accepts_shards)
-        self.check_options(group)
+        check_options(group, self.defaults)
 
     # --- start and end of the run
 
@@ -759,8 +766,10 @@ class DistributedOptimizer(Optimizer):
         return State(self.name, self.declare(), self.state_layout(), self.describe_worker())
 
     def state_layout(self) -> list[str]:
-        """Return a line for each parameter, such as its shape, which a state must have too."""
-        return self.flat.layout()
+        """Return lines that a state must have too: `is_saved` options, and parameters' shapes."""
+        options = declared_options(type(self)).items()
+        saved = [f"{name}={bool(getattr(self, name))}" for name, each in options if each.is_saved]
+        return [*saved, *self.flat.layout()]
 
     def describe_worker(self) -> WorkerInfo:
         """Return what vectors of the state, and reducers, are created for."""
@@ -802,24 +811,22 @@ class DistributedOptimizer(Optimizer):
         check_group_lengths(self.param_groups, groups)
         self.check_loaded_options(groups)
         self.declared.load(snapshot)
-        self.loaded_norms = format_norms(snapshot["shared"])
-        self.finish_load(groups)
+        self.finish_load(groups, snapshot["shared"])
 
     def check_loaded_options(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Check the options of the parameter groups of a state, before it is loaded."""
         for number, group in enumerate(groups):
             where = f" of parameter group {number} of the state"
-            self.check_options({**self.defaults, **group}, where)
+            check_options({**self.defaults, **group}, self.defaults, where)
 
-    def finish_load(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def finish_load(self, groups: Sequence[Mapping[str, Any]], shared: Mapping[str, Any]) -> None:
         """Set the options of a loaded state, and request a comparison with the other ranks."""
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
         # no broadcast after this: buffers differ between ranks in the middle of a run
         self.is_broadcast = True
         self.on_load()
-        self.loaded = f"of step {self.steps}"
-        self.comparison.is_requested = True
+        self.comparison.request(self.steps, shared)
 
     @property
     def state_bytes(self) -> int:
@@ -839,7 +846,7 @@ class WrappingOptimizer(DistributedOptimizer):
     Args:
         inner: the optimizer of torch.
         group: see `DistributedOptimizer`.
-        options: other options of `DistributedOptimizer`.
+        options: see `DistributedOptimizer`.
 
     Raises:
         TypeError: the inner optimizer communicates itself or needs a closure.

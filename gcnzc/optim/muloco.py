@@ -9,17 +9,17 @@ format, the interval and the two compressed stages of the exchange differ from i
 """
 
 import warnings
-from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from gcnzc.compress import Blocks
-from gcnzc.exchange import Group
+from gcnzc.compress import Blocks, Compression
+from gcnzc.compress.registry import check_compression
 from gcnzc.optim.defaults import MULOCO
 from gcnzc.optim.diloco import DiLoCo
 from gcnzc.optim.muon import Muon
+from gcnzc.optim.options import option
+from gcnzc.optim.validation import check_at_least_zero, check_fraction
 
 
 class MuLoCo(DiLoCo):
@@ -40,12 +40,19 @@ class MuLoCo(DiLoCo):
 
     accepts_shards = False
 
-    def __init__(self, inner: Optimizer, group: Group | None = None, **options: Any) -> None:
-        if not isinstance(inner, (Muon, getattr(torch.optim, "Muon", Muon))):
+    local_steps: Any = option(MULOCO.local_steps)
+    outer_lr: float = option(MULOCO.outer_lr, check_at_least_zero)
+    outer_momentum: float = option(MULOCO.outer_momentum, check_fraction)
+    compress: Compression = option(
+        Blocks("int2", has_feedback=True), check_compression, is_optional=True
+    )
+
+    def configure(self) -> None:
+        """See `DistributedOptimizer`; warns of another inner optimizer than Muon."""
+        super().configure()
+        if not isinstance(self.inner, (Muon, getattr(torch.optim, "Muon", Muon))):
             warnings.warn(
-                f"MuLoCo has {type(inner).__name__} as the inner optimizer, but its defaults are "
-                "those for Muon; use gcnzc.optim.Muon(model.parameters(), module=model)",
-                stacklevel=2,
+                f"MuLoCo has {type(self.inner).__name__} as the inner optimizer, but its defaults "
+                "are those for Muon; use gcnzc.optim.Muon(model.parameters(), module=model)",
+                stacklevel=4,
             )
-        compress = Blocks("int2", has_feedback=True)
-        super().__init__(inner, group, **asdict(MULOCO) | {"compress": compress} | options)

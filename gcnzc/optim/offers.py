@@ -31,6 +31,7 @@ from gcnzc.exchange.topology import Edge, color_edges, neighbors
 from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.control import namespace
 from gcnzc.optim.gossip import NOT_USABLE, Gossip
+from gcnzc.optim.state import OWN, scalar
 
 MAX_OVERLAPPING = 2
 """the largest number of overlapping exchanges of a rank"""
@@ -73,9 +74,9 @@ class OverlappedGossip(Gossip):
 
     x = torch.empty(0)
     """(n,): the parameters, which exchanges change; empty before the broadcast"""
-    num_pairs: int
+    num_pairs: int = scalar(**OWN)
     """the number of exchanges with a peer that this rank has applied"""
-    credit: float
+    credit: float = scalar(0.0, **OWN)
     """exchanges that this rank may take part in; each offer or answer subtracts 1"""
     edges: Sequence[Edge]
     """the graph"""

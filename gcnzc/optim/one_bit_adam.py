@@ -17,19 +17,20 @@ own, and small variances are raised to a floor; see `gcnzc.optim.inactive`.
 Notation: n elements, the first d of them in groups with `compress=False`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gcnzc.compress import Compression
 from gcnzc.exchange import Algorithm
 from gcnzc.optim.defaults import REFRESH, longest_warmup, warmup_steps
 from gcnzc.optim.inactive import InactiveElements
-from gcnzc.optim.state import Field, Number, Values
-from gcnzc.optim.validation import check_count, check_options
+from gcnzc.optim.options import option
+from gcnzc.optim.state import scalar
+from gcnzc.optim.validation import check_count
 from gcnzc.system.scalars import read_scalars
 
 # An automatic warm-up ends when the L1 norm of the variance is stable. Tang et al. (2021) freeze
@@ -90,55 +91,38 @@ class OneBitAdam(InactiveElements):
             compression begins late in the run, rank 0 warns with a `LatePhaseWarning`.
     """
 
-    frozen_at: int
+    warmup: Any = option("default", is_optional=True)
+    refresh: int = option(REFRESH, check_count)
+    refresh_steps: int = option(16, partial(check_count, least=1))
+
+    frozen_at: int = scalar()
     """the step of the freeze; 0 before it"""
-    next_refresh: int
+    next_refresh: int = scalar()
     """the first step of the next refresh"""
-    refreshed_at: int
+    refreshed_at: int = scalar()
     """the final step of the previous refresh, or the step of the freeze"""
-    norms: list[float]
+    norms: list[float] = scalar([])
     """L1 norm of the bias-corrected variance at each check of an automatic warm-up"""
-    compared_options = (
-        *InactiveElements.compared_options,
-        *("warmup", "longest_warmup", "refresh", "refresh_steps"),
-    )
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        *,
-        warmup: int | str | None = "default",
-        refresh: int = REFRESH,
-        refresh_steps: int = 16,
-        compress: Compression | None = None,
-        total_steps: int | None = None,
-        **options: Any,
-    ) -> None:
-        check_count("refresh_steps", refresh_steps, 1)
-        check_count("refresh", refresh)
-        check_options({"betas": betas}, {})
-        self.warmup: Any = warmup_steps(total_steps) if warmup == "default" else warmup
-        if self.warmup is not None:
-            check_count("warmup", self.warmup)
-        self.check_interval = max(1, round(1 / (1 - betas[1])))
-        """steps between two checks of an automatic warm-up: the averaging period of the variance"""
-        self.longest_warmup = longest_warmup(self.check_interval, total_steps)
-        self.refresh, self.refresh_steps = refresh, min(refresh_steps, refresh)
-        options |= {"compress": compress, "total_steps": total_steps}
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
-
-    def declare(self) -> list[Field]:
+    def configure(self) -> None:
         """See `DistributedOptimizer`."""
-        numbers = [Number(self, name) for name in ("frozen_at", "next_refresh", "refreshed_at")]
-        return [*super().declare(), *numbers, Number(self, "norms", [])]
+        super().configure()
+        if self.warmup == "default":
+            self.warmup = warmup_steps(self.total_steps)
+        elif self.warmup is not None:
+            check_count("warmup", self.warmup)
+        self.check_interval = max(1, round(1 / (1 - self.defaults["betas"][1])))
+        """steps between two checks of an automatic warm-up: the averaging period of the variance"""
+        self.longest_warmup = longest_warmup(self.check_interval, self.total_steps)
+        self.refresh_steps = min(self.refresh_steps, self.refresh)
 
-    def is_compressing(self, values: Values) -> bool:
+    def compared_options(self) -> dict[str, Any]:
+        """See `DistributedOptimizer`."""
+        return super().compared_options() | {"longest_warmup": self.longest_warmup}
+
+    def is_compressing(self, own: Any) -> bool:
         """See `InactiveElements`."""
-        return bool(values["frozen_at"] > 0)
+        return bool(own.frozen_at > 0)
 
     @property
     def is_frozen(self) -> bool:

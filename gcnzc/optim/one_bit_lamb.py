@@ -27,7 +27,7 @@ and a new tensor gets its k when they have settled. After elements have begun la
 Notation: P parameters, n elements, the first d of them in groups with `compress=False`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,8 @@ from torch import Tensor
 
 from gcnzc.optim.flat import Segment
 from gcnzc.optim.one_bit_adam import OneBitAdam
-from gcnzc.optim.state import Field, Vector
+from gcnzc.optim.options import option
+from gcnzc.optim.state import vector
 from gcnzc.optim.validation import check_above_zero, check_fraction
 
 # largest k: a tensor whose momentum has almost vanished must not dominate the others when it grows
@@ -44,6 +45,19 @@ MAX_SCALING = 1e6
 # After elements have begun late, the largest ratio of a tensor's coefficient to its present trust
 # ratio. Compression errors increase updates, so that a limit of 1 would slow all tensors down.
 MAX_LATE_RATIO = 2.0
+
+
+def check_limits(name: str, limits: tuple[float, float]) -> None:
+    """Check a smallest and a largest value above 0; raises ValueError."""
+    for index, limit in enumerate(limits):
+        check_above_zero(f"{name}[{index}]", limit)
+    if limits[0] > limits[1]:
+        raise ValueError(f"{name} is {limits}\n\nhint: give the smaller value first")
+
+
+def of_tensors(initial: float = 0) -> Any:
+    """Declare a number (P,) float64 for each tensor."""
+    return vector(lambda own: len(own.flat.segments), torch.float64, initial=initial)
 
 
 class OneBitLamb(OneBitAdam):
@@ -71,55 +85,22 @@ class OneBitLamb(OneBitAdam):
             variance.
     """
 
-    trust: Tensor
+    trust_range: tuple[float, float] = option((0.01, 10.0), check_limits)
+    trust_beta: float = option(0.9, check_fraction)
+    factor_range: tuple[float, float] = option((0.5, 4.0), check_limits)
+    factor_change: float = option(0.1, check_fraction)
+    refresh = refresh_steps = 0
+
+    trust: Tensor = of_tensors()
     """(P,) float64: the average C of each tensor"""
-    trust_weight: Tensor
+    trust_weight: Tensor = of_tensors()
     """(P,) float64: its sum of weights"""
-    factor: Tensor
+    factor: Tensor = of_tensors(1)
     """(P,) float64: the last f"""
-    scaling: Tensor
+    scaling: Tensor = of_tensors()
     """(P,) float64: k, 0 for an inactive tensor"""
-    fresh: Tensor
+    fresh: Tensor = vector(exists=lambda own: own.frozen_at > 0)
     """(n,): the fresh variance w, after the freeze"""
-    compared_options = (
-        *OneBitAdam.compared_options,
-        *("trust_range", "trust_beta", "factor_range", "factor_change"),
-    )
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        *,
-        trust_range: tuple[float, float] = (0.01, 10.0),
-        trust_beta: float = 0.9,
-        factor_range: tuple[float, float] = (0.5, 4.0),
-        factor_change: float = 0.1,
-        **options: Any,
-    ) -> None:
-        for name, limits in {"trust_range": trust_range, "factor_range": factor_range}.items():
-            for index, limit in enumerate(limits):
-                check_above_zero(f"{name}[{index}]", limit)
-            if limits[0] > limits[1]:
-                raise ValueError(f"{name} is {limits}\n\nhint: give the smaller value first")
-        check_fraction("trust_beta", trust_beta)
-        check_fraction("factor_change", factor_change)
-        self.trust_range, self.trust_beta = trust_range, trust_beta
-        self.factor_range, self.factor_change = factor_range, factor_change
-        super().__init__(params, lr, betas, eps, weight_decay, refresh=0, **options)
-
-    def declare(self) -> list[Field]:
-        """See `DistributedOptimizer`."""
-        count, number = self.flat.num_elements, len(self.flat.segments)
-        each = [
-            Vector(self, name, number, torch.float64, least=0, initial=initial)
-            for name, initial in {"trust": 0, "trust_weight": 0, "factor": 1, "scaling": 0}.items()
-        ]
-        fresh = Vector(self, "fresh", lambda values: count * bool(values["frozen_at"]), least=0)
-        return [*super().declare(), *each, fresh]
 
     @property
     def scale_elements(self) -> int | None:

@@ -20,12 +20,11 @@ from gcnzc.exchange import Algorithm, AllGather, Group
 from gcnzc.kernels.finite import mark_large, square_limit
 from gcnzc.optim.flat import Segment
 from gcnzc.optim.method import DistributedOptimizer, SkipStep
-from gcnzc.optim.state import Errors, Field, Kind, Values, Vector
+from gcnzc.optim.options import option
+from gcnzc.optim.state import Errors, Field, Kind, vector
 from gcnzc.optim.validation import check_above_zero
+from gcnzc.system.arguments import check_flag
 from gcnzc.system.scalars import scalars_like
-
-UNSUPPORTED = ("amsgrad", "capturable", "differentiable", "foreach", "fused")
-"""options of torch's Adam that are accepted only if they are off"""
 
 
 class Replicated(DistributedOptimizer):
@@ -53,9 +52,11 @@ class Replicated(DistributedOptimizer):
         options: see `DistributedOptimizer`.
     """
 
-    had_gradient: Tensor
+    gradient_compression: Compression = option(None, check_compression)
+    clip_norm: float | None = option(None, check_above_zero)
+
+    had_gradient: Tensor = vector(lambda own: len(own.flat.segments), torch.bool, on_host=True)
     """(P,) bool on the host: the parameters that have had a gradient"""
-    compared_options: Sequence[str] = ("clip_norm", "gradient_compression")
     _extras: Sequence[float] = ()
 
     def __init__(
@@ -63,42 +64,24 @@ class Replicated(DistributedOptimizer):
         params: Iterable[Any],
         defaults: dict[str, Any],
         group: Group | None = None,
-        *,
-        gradient_compression: Compression | None = None,
-        clip_norm: float | None = None,
         **options: Any,
     ) -> None:
-        if clip_norm is not None:
-            check_above_zero("clip_norm", clip_norm)
-        check_compression(gradient_compression, "gradient_compression")
-        if getattr(gradient_compression, "has_feedback", False):
-            raise ValueError(
-                f"gradient_compression is {gradient_compression}, which uses error feedback"
-            )
-        self.clip_norm, self.gradient_compression = clip_norm, gradient_compression or Dense()
-        defaults = {"compress": True, "maximize": False, **defaults}
-        super().__init__(params, defaults, group, **options)
+        super().__init__(
+            params, {"compress": True, "maximize": False, **defaults}, group, **options
+        )
+
+    def configure(self) -> None:
+        """See `DistributedOptimizer`."""
+        compression = self.gradient_compression
+        if getattr(compression, "has_feedback", False):
+            raise ValueError(f"gradient_compression is {compression}, which uses error feedback")
+        self.gradient_compression = compression or Dense()
 
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`."""
-        return [
-            *super().declare(),
-            Vector(self, "had_gradient", len(self.flat.segments), torch.bool, on_host=True),
-            Errors(self, "gradients", self.gradient_compression, self.flat.num_elements),
-        ]
-
-    def check_options(
-        self, group: Mapping[str, Any], where: str = "", *, with_gpu: bool = True
-    ) -> None:
-        """See `DistributedOptimizer`."""
-        for name in UNSUPPORTED:
-            if group.get(name):
-                raise ValueError(
-                    f"{name}={group[name]!r}{where} is not supported by {self.name}\n\nhint: omit "
-                    f"{name}, or wrap an optimizer of torch that supports it in "
-                    "gcnzc.optim.Averaged"
-                )
-        super().check_options(group, where, with_gpu=with_gpu)
+        compress, count = self.gradient_compression, self.flat.num_elements
+        errors = Errors(owner=self, name="gradients", compress=compress, size=count)
+        return [*super().declare(), errors]
 
     def take_step(self) -> Algorithm[None]:
         """See `DistributedOptimizer`."""
@@ -232,45 +215,35 @@ class AdamMethod(Replicated):
         betas: coefficients of the running averages of the gradient and its square.
         eps: added to the square root of the variance.
         weight_decay: coefficient of the decoupled weight decay, as in AdamW.
-        bias_correction: whether momentum and variance are corrected for their bias.
+        group: see `DistributedOptimizer`.
         maximize: whether to maximize the objective instead of minimizing it.
-        options: see `Replicated`, and those of torch's Adam that are accepted only if they are off:
-            `amsgrad`, `foreach`, `fused`, `capturable`, `differentiable`.
+        bias_correction: whether momentum and variance are corrected for their bias.
+        options: see `Replicated`.
     """
 
-    momentum: Tensor
-    variance: Tensor
-    compared_options = (*Replicated.compared_options, "bias_correction")
+    bias_correction: bool = option(True, check_flag)
+
+    momentum: Tensor = vector(kind=lambda own: own.momentum_kind, resize="mean")
+    variance: Tensor = vector()
 
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        group: Group | None = None,
         *,
-        bias_correction: bool = True,
         maximize: bool = False,
         **options: Any,
     ) -> None:
-        self.bias_correction = bias_correction
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        requested = {name: options.pop(name, None) for name in UNSUPPORTED}
-        defaults |= {name: value for name, value in requested.items() if value}
-        super().__init__(params, {**defaults, "maximize": maximize}, **options)
+        super().__init__(params, {**defaults, "maximize": maximize}, group, **options)
 
-    def declare(self) -> list[Field]:
-        """See `DistributedOptimizer`."""
-        count, kind = self.flat.num_elements, self.momentum_kind
-        return [
-            *super().declare(),
-            Vector(self, "momentum", count, kind=kind, resize="mean"),
-            Vector(self, "variance", count, least=0),
-        ]
-
-    def momentum_kind(self, values: Values) -> Kind:
-        """Return whether the momenta are equal on all ranks now."""
+    @property
+    def momentum_kind(self) -> Kind:
+        """Whether the momenta are equal on all ranks now."""
         return "shared"
 
     @abstractmethod

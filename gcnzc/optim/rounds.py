@@ -16,10 +16,9 @@ import math
 from abc import abstractmethod
 from ast import literal_eval
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
-
-from torch.optim import Optimizer
 
 from gcnzc.exchange import (
     Algorithm,
@@ -39,7 +38,8 @@ from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.control import PartialExchanges, namespace
 from gcnzc.optim.group_options import find_difference
 from gcnzc.optim.method import identify_caller
-from gcnzc.optim.state import Field, Number
+from gcnzc.optim.options import option
+from gcnzc.optim.state import Field, Scalar
 from gcnzc.optim.validation import check_count
 
 _METHODS: "WeakKeyDictionary[Group, WeakSet[Rounds]]" = WeakKeyDictionary()
@@ -82,25 +82,9 @@ def to_bytes(value: RankStatus | ClosedRound) -> bytes:
     return repr(tuple(value)).encode()
 
 
-def read_status(data: bytes) -> RankStatus:
-    """Return the status in the value of a key, which is empty before the first step."""
-    return RankStatus(*literal_eval(data.decode() or "()"))
-
-
 def read_round(data: bytes) -> ClosedRound | None:
     """Return the round in the value of a key; None if it has not closed."""
     return ClosedRound(*literal_eval(data.decode())) if data else None
-
-
-def active_ranks(statuses: Sequence[RankStatus]) -> set[int]:
-    """Return the ranks that are not paused."""
-    return {rank for rank, each in enumerate(statuses) if each.kind != "paused"}
-
-
-def finished_ranks(last: ClosedRound, statuses: Sequence[RankStatus]) -> set[int]:
-    """Return the ranks that have finished their step for the round after `last`."""
-    number = last.round + 1
-    return {rank for rank in active_ranks(statuses) if statuses[rank].round == number}
 
 
 class Rounds(PartialExchanges):
@@ -120,7 +104,9 @@ class Rounds(PartialExchanges):
     """
 
     is_uniform = False
-    compared_options: Sequence[str] = ("wait_interval", *PartialExchanges.compared_options)
+    wait_interval: int | None = option(None, partial(check_count, least=1))
+    control_interval: Any = option(32, partial(check_count, least=1))
+
     wait_s: float
     """the time that this rank waits for others before it closes a round, in seconds"""
     is_for_all_ranks: bool
@@ -137,19 +123,6 @@ class Rounds(PartialExchanges):
     """whether `status` is that of a paused rank: the rounds do not wait for this rank"""
     paused_by: set[int]
     """ids of this rank's optimizers that wait for other ranks, and therefore pause this one"""
-
-    def __init__(
-        self,
-        inner: Optimizer,
-        group: Group | None = None,
-        *,
-        wait_interval: int | None = None,
-        **options: Any,
-    ) -> None:
-        if wait_interval is not None:
-            check_count("wait_interval", wait_interval, 1)
-        self.wait_interval = wait_interval
-        super().__init__(inner, group, **{"control_interval": 32} | options)
 
     def outside(self) -> dict[str, Any]:
         """See `PartialExchanges`; a copy takes no part in the rounds."""
@@ -217,31 +190,33 @@ class Rounds(PartialExchanges):
         """Return the round before the first one."""
         return ClosedRound(0, tuple(range(self.group.world_size)), (), self.begin_memory())
 
-    def is_complete(self, last: ClosedRound, statuses: Sequence[RankStatus]) -> bool:
-        """Whether the current round has nothing to wait for.
+    def find_quorum(
+        self, last: ClosedRound, statuses: Sequence[RankStatus]
+    ) -> tuple[list[int] | None, bool]:
+        """Return the members with which the current round can close, and whether all are there.
 
         Args:
             last: the last closed round.
             statuses: of all ranks.
+
+        Returns:
+            The ranks that have finished, if they are a quorum; none if no quorum is possible; None
+            if the round cannot close yet. And whether it has nothing to wait for.
         """
-        active = active_ranks(statuses)
-        can_be_enough = self.is_enough(last, active, active)
-        return not can_be_enough or active <= finished_ranks(last, statuses)
+        active = {rank for rank, each in enumerate(statuses) if each.kind != "paused"}
+        finished = {rank for rank in active if statuses[rank].round == last.round + 1}
+        if not self.is_enough(last, active, active):
+            return ([] if finished else None), True
+        is_quorum = finished and self.is_enough(last, finished, active)
+        return (sorted(finished) if is_quorum else None), active <= finished
 
-    def can_close(self, last: ClosedRound, statuses: Sequence[RankStatus]) -> bool:
-        """Whether there is a quorum for the current round, or cannot be one."""
-        finished, active = finished_ranks(last, statuses), active_ranks(statuses)
-        can_be_enough = self.is_enough(last, active, active)
-        return bool(finished) and (not can_be_enough or self.is_enough(last, finished, active))
-
-    def closed_round(self, last: ClosedRound, statuses: Sequence[RankStatus]) -> ClosedRound:
+    def closed_round(
+        self, last: ClosedRound, statuses: Sequence[RankStatus], members: Sequence[int]
+    ) -> ClosedRound:
         """Return the current round, closed by this rank with the ranks that have finished."""
-        active = active_ranks(statuses)
-        can_be_enough = self.is_enough(last, active, active)
-        members = sorted(finished_ranks(last, statuses)) if can_be_enough else []
         # a rank may still wait for the key of the round in its status, and a late rank reads the
         # keys of the last two rounds
-        kept = min([last.round, *(statuses[rank].round for rank in active)])
+        waited_for = (each.round for each in statuses if each.kind != "paused")
         return ClosedRound(
             last.round + 1,
             tuple(members),
@@ -249,7 +224,7 @@ class Rounds(PartialExchanges):
             self.remember(last, members),
             self.choose_sends(last, members),
             self.group.rank,
-            max(last.oldest, kept),
+            max(last.oldest, min([last.round, *waited_for])),
         )
 
     # --- steps
@@ -332,24 +307,28 @@ class Rounds(PartialExchanges):
         """Read the statuses of all ranks, and a round, None if it has not closed."""
         keys = [*map(self._status_key, range(self.group.world_size)), self._closed_key(number)]
         *statuses, closed = yield ReadKeys(keys)
-        return list(map(read_status, statuses)), read_round(closed)
+        # a key is empty before the first step of its rank
+        found = [RankStatus(*literal_eval(each.decode() or "()")) for each in statuses]
+        return found, read_round(closed)
 
     def _close(self, statuses: list[RankStatus]) -> Algorithm[ClosedRound | None]:
         """Close the current round if there is a quorum, after a time for other ranks to finish."""
         number = self.last.round + 1
         key = self._closed_key(number)
-        if not self.can_close(self.last, statuses):
+        members, is_complete = self.find_quorum(self.last, statuses)
+        if members is None:
             return None
-        if self.wait_s and not self.is_complete(self.last, statuses):
+        if self.wait_s and not is_complete:
             if self.wait_s == math.inf:
                 return None
             if data := (yield WaitForKey(key, self.wait_s)):
                 return read_round(data)
             statuses, found = yield from self._read(number)
-            if found is not None or not self.can_close(self.last, statuses):
+            members, _ = self.find_quorum(self.last, statuses)
+            if found is not None or members is None:
                 # a paused rank takes part again, and closes the round when it can
                 return found
-        closed = self.closed_round(self.last, statuses)
+        closed = self.closed_round(self.last, statuses, members)
         value = to_bytes(closed)
         answer = yield CompareAndSet(key, b"", value)
         if answer == value and closed.oldest > self.last.oldest:
@@ -505,10 +484,8 @@ class Rounds(PartialExchanges):
     def declare(self) -> list[Field]:
         """See `DistributedOptimizer`; the rounds of another number of ranks begin again."""
         begin = [0, *self.begin_memory()]
-        return [
-            *super().declare(),
-            Number(self, "rounds", begin, "local", resize="drop", length=len(begin)),
-        ]
+        rounds = Scalar(owner=self, name="rounds", initial=begin, kind="local", resize="drop")
+        return [*super().declare(), rounds]
 
     @property
     def rounds(self) -> list[int]:

@@ -15,15 +15,15 @@ bandwidths.
 """
 
 import hashlib
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
-from torch.optim import Optimizer
 
-from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, Group, Now, SendReceive
+from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, Now, SendReceive
 from gcnzc.exchange.topology import (
     NEVER,
     Edge,
@@ -35,11 +35,19 @@ from gcnzc.exchange.topology import (
 )
 from gcnzc.kernels.codec.random_indices import draw_indices
 from gcnzc.optim.gossip import Gossip
-from gcnzc.optim.state import Field, Number, Values, Vector
-from gcnzc.optim.validation import check_count, check_range
+from gcnzc.optim.options import option
+from gcnzc.optim.state import scalar, vector
+from gcnzc.optim.validation import check_above_zero, check_count
 
 PROBE_BYTES = 1 << 20
 """default size of a message of `measure_bandwidths`"""
+AGAIN: dict[str, Any] = {"kind": "local", "resize": "drop"}
+"""what begins again with another number of ranks: the pairs"""
+
+
+def num_pairs(own: Any) -> int:
+    """Return W W."""
+    return int(own.group.world_size**2)
 
 
 class SAPS(Gossip):
@@ -72,75 +80,48 @@ class SAPS(Gossip):
             for this number of ranks.
     """
 
-    last_met: Tensor
-    """(W W,) int64: the last round in which two ranks were a pair, or `NEVER`; the same on all"""
-    bandwidth: Tensor | None
-    """(W W,) float64: the measured bandwidths; None if there was no measurement"""
-    measured_in: int
-    """the round of the last measurement, or `NEVER`"""
-    compared_options = (
-        *("density", "given_bandwidth", "probe_interval", "seed"),
-        *Gossip.compared_options,
-    )
+    density: float = option(0.01, partial(check_above_zero, most=1))
+    bandwidth: ArrayLike | None = option(None)
+    probe_interval: int | None = option(None, partial(check_count, least=1))
+    seed: int = option(0, check_count)
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        group: Group | None = None,
-        *,
-        density: float = 0.01,
-        bandwidth: ArrayLike | None = None,
-        probe_interval: int | None = None,
-        seed: int = 0,
-        **options: Any,
-    ) -> None:
-        hint = "the fraction of elements to exchange, above 0 and at most 1"
-        check_range("density", density, lambda share: 0 < share <= 1, hint)
-        check_count("seed", seed)
-        if probe_interval is not None:
-            check_count("probe_interval", probe_interval, 1)
-        if bandwidth is not None and probe_interval is not None:
+    last_met: Tensor = vector(num_pairs, torch.int64, initial=NEVER, on_host=True, **AGAIN)
+    """(W W,) int64: the last round in which two ranks were a pair, or `NEVER`; the same on all"""
+    measured_in: int = scalar(NEVER, **AGAIN)
+    """the round of the last measurement, or `NEVER`"""
+    measured: Tensor | None = vector(
+        num_pairs, torch.float64, exists=lambda own: own.measured_in != NEVER, on_host=True, **AGAIN
+    )
+    """(W W,) float64: the measured bandwidths; None if there was no measurement"""
+    given: Matrix
+    """(W, W): the given bandwidths, or equal ones"""
+
+    def configure(self) -> None:
+        """See `DistributedOptimizer`."""
+        super().configure()
+        world_size = self.group.world_size
+        if self.bandwidth is not None and self.probe_interval is not None:
             raise ValueError("both bandwidth and probe_interval\n\nhint: omit one of them")
-        self.density, self.probe_interval, self.seed = density, probe_interval, seed
-        self.given: Any = None if bandwidth is None else np.array(bandwidth, np.float64)
-        """(W, W): the given bandwidths, or equal ones"""
+        given = np.ones((world_size, world_size)) if self.bandwidth is None else self.bandwidth
+        self.given = symmetric_bandwidths(np.array(given, np.float64), world_size)
         self.pairs: list[Edge] = []
         """the pairs of ranks in the last exchange, equal on all ranks"""
-        super().__init__(inner, group, **options)
 
     def start(self) -> None:
-        """See `DistributedOptimizer`.
-
-        Raises:
-            ValueError: the given bandwidths are not valid, or those of another number of ranks.
-        """
-        world_size = self.group.world_size
-        given = np.ones((world_size, world_size)) if self.given is None else self.given
-        self.given = symmetric_bandwidths(given, world_size)
+        """See `DistributedOptimizer`."""
         super().start()
         self._find_threshold()
 
-    @property
-    def given_bandwidth(self) -> str:
-        """The size and a hash of the given bandwidths, which all ranks must have."""
-        return f"{self.given.shape} {hashlib.sha256(self.given.tobytes()).hexdigest()[:8]}"
-
-    def declare(self) -> list[Field]:
-        """See `DistributedOptimizer`; for another number of ranks, the pairs begin again."""
-        matrix: dict[str, Any] = {"size": self.group.world_size**2, "on_host": True}
-        again: dict[str, Any] = {"kind": "local", "resize": "drop", "least": NEVER}
-        return [
-            *super().declare(),
-            Vector(self, "last_met", **matrix, dtype=torch.int64, initial=NEVER, **again),
-            Number(self, "measured_in", NEVER, **again),
-            Vector(self, "bandwidth", **matrix, dtype=torch.float64, exists=is_measured, **again),
-        ]
+    def compared_options(self) -> dict[str, Any]:
+        """See `DistributedOptimizer`; of the given bandwidths, their size and a hash."""
+        digest = hashlib.sha256(self.given.tobytes()).hexdigest()[:8]
+        return super().compared_options() | {"bandwidth": f"{self.given.shape} {digest}"}
 
     def on_load(self) -> None:
         """See `DistributedOptimizer`."""
         super().on_load()
         if self.probe_interval is None:
-            self.bandwidth, self.measured_in = None, NEVER
+            self.measured, self.measured_in = None, NEVER
         self._find_threshold()
 
     def take_part(self, step: int) -> Algorithm[None]:
@@ -160,7 +141,7 @@ class SAPS(Gossip):
         if interval and (self.measured_in == NEVER or number >= self.measured_in + interval):
             device = self.flat.device
             measured = yield from measure_bandwidths(group.rank, group.world_size, device=device)
-            self.bandwidth, self.measured_in = torch.from_numpy(measured).flatten(), number
+            self.measured, self.measured_in = torch.from_numpy(measured).flatten(), number
             self._find_threshold()
         last_met = self.last_met.view(group.world_size, -1)
         pairs = bandwidth_matching(
@@ -179,9 +160,9 @@ class SAPS(Gossip):
     @property
     def matrix(self) -> Matrix:
         """B: the current bandwidths, symmetric, equal on all ranks."""
-        if self.bandwidth is None:
+        if self.measured is None:
             return self.given
-        return np.asarray(self.bandwidth.view(self.given.shape).numpy())
+        return np.asarray(self.measured.view(self.given.shape).numpy())
 
     def _find_threshold(self) -> None:
         self.fast_threshold = bottleneck_threshold(self.matrix)
@@ -200,11 +181,6 @@ class SAPS(Gossip):
             return None
         found = draw_indices(count, self.num_exchanged, self.seed, self.num_exchanges)
         return found.to(self.flat.device)
-
-
-def is_measured(values: Values) -> bool:
-    """Whether a state has bandwidths; without `measured_in`, it is of another number of ranks."""
-    return bool(values.get("measured_in", NEVER) != NEVER)
 
 
 def measure_bandwidths(

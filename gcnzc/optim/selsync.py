@@ -13,18 +13,18 @@ Notation: w steps of the window, a decay of the EWMA.
 """
 
 import math
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from gcnzc.exchange import Algorithm, Group
+from gcnzc.exchange import Algorithm
 from gcnzc.optim.defaults import MAX_SYNC_WINDOW
 from gcnzc.optim.local_method import Fragment
 from gcnzc.optim.local_sgd import LocalSGD
-from gcnzc.optim.state import Field, Number, Vector
-from gcnzc.optim.validation import check_at_least_zero, check_count
+from gcnzc.optim.options import option
+from gcnzc.optim.state import OWN, scalar, vector
+from gcnzc.optim.validation import check_count, check_range
 
 DECAY = 0.01
 """a, the decay of the smoothed squared gradient norm"""
@@ -51,34 +51,18 @@ class SelSync(LocalSGD):
     """
 
     accepts_shards = False
-    squares: Tensor
+    local_steps = 1
+    threshold: float = option(
+        0.3, partial(check_range, is_valid=lambda x: x >= 0, hint="a number of at least 0")
+    )
+    window: int = option(25, partial(check_count, least=1, most=MAX_SYNC_WINDOW))
+
+    squares: Tensor = vector(lambda own: own.window, torch.float64, on_host=True, **OWN)
     """(w,) float64: the squared gradient norms of the last steps of this rank, the newest first"""
-    num_squares: int
+    num_squares: int = scalar(kind="local")
     """the number of squared norms so far"""
     change = math.inf
     """c_t: the relative change of the last step of this rank; infinity if it is not known"""
-    compared_options = ("threshold", "window", *LocalSGD.compared_options)
-
-    def __init__(
-        self,
-        inner: Optimizer,
-        group: Group | None = None,
-        *,
-        threshold: float = 0.3,
-        window: int = 25,
-        **options: Any,
-    ) -> None:
-        if threshold != math.inf:
-            check_at_least_zero("threshold", threshold)
-        check_count("window", window, 1, MAX_SYNC_WINDOW)
-        self.threshold, self.window = threshold, window
-        super().__init__(inner, group, local_steps=1, **options)
-
-    def declare(self) -> list[Field]:
-        """See `DistributedOptimizer`."""
-        own: dict[str, Any] = {"kind": "local", "resize": "mean", "may_overflow": True}
-        squares = Vector(self, "squares", self.window, torch.float64, on_host=True, **own)
-        return [*super().declare(), squares, Number(self, "num_squares", kind="local")]
 
     def load_alone(self) -> None:
         """See `LocalMethod`: forget the gradients of several ranks."""

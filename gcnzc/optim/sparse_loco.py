@@ -6,15 +6,14 @@ difference, with values of two bits, and keeps the others as an error that it se
 takes the place of the outer momentum.
 """
 
-from dataclasses import asdict
 from typing import Any
 
-from torch.optim import Optimizer
-
-from gcnzc.compress import TopK
-from gcnzc.exchange import Group
+from gcnzc.compress import Compression, TopK
+from gcnzc.compress.registry import check_compression
 from gcnzc.optim.defaults import SPARSE_LOCO
 from gcnzc.optim.diloco import DiLoCo
+from gcnzc.optim.options import option
+from gcnzc.optim.validation import check_at_least_zero, check_fraction
 
 
 class SparseLoCo(DiLoCo):
@@ -32,6 +31,7 @@ class SparseLoCo(DiLoCo):
         ValueError: an option is out of range, or the parameters of the ranks differ.
     """
 
-    def __init__(self, inner: Optimizer, group: Group | None = None, **options: Any) -> None:
-        compress = TopK.sparse_loco()
-        super().__init__(inner, group, **asdict(SPARSE_LOCO) | {"compress": compress} | options)
+    local_steps: Any = option(SPARSE_LOCO.local_steps)
+    outer_lr: float = option(SPARSE_LOCO.outer_lr, check_at_least_zero)
+    outer_momentum: float = option(SPARSE_LOCO.outer_momentum, check_fraction)
+    compress: Compression = option(TopK.sparse_loco(), check_compression, is_optional=True)

@@ -20,21 +20,20 @@ Notation: n elements, P fragments, H local steps, D the delay.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import chain, pairwise
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
-from gcnzc.exchange import Algorithm, Group
+from gcnzc.exchange import Algorithm
 from gcnzc.optim.defaults import DELAY, FRAGMENTS, STREAMING_DILOCO
 from gcnzc.optim.diloco import DiLoCo
 from gcnzc.optim.flat import FlatParameters
 from gcnzc.optim.local_method import Fragment
-from gcnzc.optim.state import Field, Number
+from gcnzc.optim.options import option
+from gcnzc.optim.state import scalar
 from gcnzc.optim.sync_interval import INITIAL_STEPS, MAX_OVERLAP_SHARE
-from gcnzc.optim.validation import check_count, check_range
+from gcnzc.optim.validation import check_at_least_zero, check_count, check_fraction, check_share
 
 THE_REST = "the rest"
 
@@ -63,47 +62,51 @@ class StreamingDiLoCo(DiLoCo):
             the ranks differ.
     """
 
-    delay_steps: int
+    local_steps: Any = option(STREAMING_DILOCO.local_steps)
+    outer_lr: float = option(STREAMING_DILOCO.outer_lr, check_at_least_zero)
+    outer_momentum: float = option(STREAMING_DILOCO.outer_momentum, check_fraction)
+    requested: int | str | Sequence[str] = option(FRAGMENTS, is_compared=False, name="fragments")
+    delay: int | str = option(DELAY)
+    mixing: float = option(0.5, check_share)
+    # exchanges overlap with the steps, also while a delay of 0 steps is tried
+    target: float | None = option(MAX_OVERLAP_SHARE, is_compared=False)
+
+    delay_steps: int = scalar(when=lambda own: own.delay == "auto")
     """the current D"""
-    period: int
+    period: int = scalar()
     """H when the starts of the fragments' exchanges were distributed over the steps; 0 before"""
     sizes: list[int]
     """the numbers of elements of the fragments"""
-    compared_options = ("sizes", "delay", *DiLoCo.compared_options)
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        group: Group | None = None,
-        *,
-        local_steps: int | str = STREAMING_DILOCO.local_steps,
-        fragments: int | str | Sequence[str] = FRAGMENTS,
-        delay: int | str = DELAY,
-        mixing: float = 0.5,
-        **options: Any,
-    ) -> None:
-        if delay == "auto" and local_steps != "auto":
-            raise ValueError(f"delay='auto' with local_steps={local_steps}\n\nhint: give 'auto'")
-        if delay != "auto":
+    def configure(self) -> None:
+        """See `DistributedOptimizer`."""
+        if self.delay == "auto" and self.local_steps != "auto":
+            raise ValueError(
+                f"delay='auto' with local_steps={self.local_steps}\n\nhint: give 'auto'"
+            )
+        if self.delay != "auto":
             # a fractional delay would never equal a step number
-            check_count("delay", delay)
-        check_range("mixing", mixing, lambda weight: 0 <= weight <= 1, "a number in [0, 1]")
-        if options.get("sharded"):
+            check_count("delay", self.delay)
+        if self.sharded:
             raise ValueError("sharded=True with fragments\n\nhint: omit it, or use DiLoCo")
-        self.delay, self.mixing, self.requested = delay, mixing, fragments
-        # exchanges overlap with the steps, also while a delay of 0 steps is tried
-        own = {"target": MAX_OVERLAP_SHARE, "delay_steps": 1 if delay == "auto" else int(delay)}
-        super().__init__(
-            inner, group, **asdict(STREAMING_DILOCO) | own | options | {"local_steps": local_steps}
-        )
+        self.delay_steps = 1 if self.delay == "auto" else int(self.delay)
+        super().configure()
         if self.delay_steps >= self.local_steps:
             raise ValueError(
-                f"a delay of {delay} steps\n\nhint: give a delay from 0 to {self.local_steps - 1}, "
-                "so that an exchange of a fragment finishes before the next one starts"
-                + (f"; H is {INITIAL_STEPS} while it is measured" if local_steps == "auto" else "")
+                f"a delay of {self.delay} steps\n\nhint: give a delay from 0 to "
+                f"{self.local_steps - 1}, so that an exchange of a fragment finishes before the "
+                f"next one starts; H is {INITIAL_STEPS} while it is measured"
             )
-        interval = self.sync_interval
-        interval.least, interval.num_exchanges = self.delay_steps + 1, len(self.fragments)
+        self.sync_interval.least = self.delay_steps + 1
+
+    def compared_options(self) -> dict[str, Any]:
+        """See `DistributedOptimizer`; includes the sizes of the fragments."""
+        return super().compared_options() | {"sizes": self.sizes}
+
+    def start(self) -> None:
+        """See `DistributedOptimizer`."""
+        super().start()
+        self.sync_interval.num_exchanges = len(self.fragments)
 
     def lay_out(self) -> FlatParameters:
         """See `DistributedOptimizer`: the parameters of each fragment are together."""
@@ -125,11 +128,6 @@ class StreamingDiLoCo(DiLoCo):
     def fragment_sizes(self) -> list[int]:
         """See `LocalMethod`."""
         return self.sizes
-
-    def declare(self) -> list[Field]:
-        """See `DistributedOptimizer`."""
-        fields = [*super().declare(), Number(self, "period")]
-        return [*fields, Number(self, "delay_steps")] if self.delay == "auto" else fields
 
     def find_due(self, step: int) -> Algorithm[list[Fragment]]:
         """See `LocalMethod`; distributes the fragments over the first H steps, or over a new H."""
@@ -161,11 +159,11 @@ def split_by_name(
     Raises:
         ValueError: an expression selects no parameter, or a parameter has no name.
     """
-    by_module = requested == "modules"
-    if isinstance(requested, str) and not by_module:
+    expressions = [] if requested == "modules" else requested
+    if isinstance(expressions, str):
         raise ValueError(f"fragments is {requested!r}\n\nhint: give a number, 'modules', or a list")
     names = {id(parameter): name for name, parameter in named.items()}
-    found: dict[str, list[Tensor]] = {} if by_module else {each: [] for each in requested}
+    found: dict[str, list[Tensor]] = {each: [] for each in expressions}
     for segment in flat.segments:
         name = names.get(id(segment.parameter))
         if name is None:
@@ -173,10 +171,8 @@ def split_by_name(
                 f"no name for {segment.name} of the optimizer\n\nhint: for fragments by name, give "
                 "module=model"
             )
-        if by_module:
-            key = _module_of(name)
-        else:
-            key = next((each for each in found if re.search(each, name)), THE_REST)
+        other = _module_of(name) if requested == "modules" else THE_REST
+        key = next((each for each in expressions if re.search(each, name)), other)
         found.setdefault(key, []).append(segment.parameter)
     for key, parameters in found.items():
         if not parameters:

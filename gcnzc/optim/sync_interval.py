@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gcnzc.exchange import Algorithm, AllGatherScalar
-from gcnzc.optim.state import Field, Number
+from gcnzc.optim.state import scalar
 from gcnzc.optim.validation import check_count
 
 # H during the measurement
@@ -65,9 +65,9 @@ class SyncInterval:
     """
 
     state_prefix = "interval"
-    measured: int
+    measured: int = scalar()
     """H as measured, equal on all ranks; 0 if it is not measured yet"""
-    steps_per_exchange: int
+    steps_per_exchange: int = scalar(1)
     """the number of steps whose time, multiplied by `share`, covers one exchange, as measured"""
     num_exchanges = 1
     """the number of exchanges in H steps"""
@@ -84,10 +84,6 @@ class SyncInterval:
         self._num_steps, self._step_began = 0, Elapsed()
         self._step_times: list[Elapsed] = []
         self._exchange_times: list[Elapsed] = []
-
-    def declare(self) -> list[Field]:
-        """Return the fields of the state: what was measured."""
-        return [Number(self, "measured"), Number(self, "steps_per_exchange", 1, least=1)]
 
     @property
     def is_measuring(self) -> bool:

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.exchange import Group
+from gcnzc.optim.fully_shard import is_shard, is_shard_of_replica
+from gcnzc.system.arguments import INTEGER_LIMIT, check_integer
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 RATES = ("lr", "eps", "weight_decay")
@@ -46,13 +48,15 @@ def check_parameters(
             cannot be averaged.
     """
     for index, parameter in enumerate(parameters):
-        kind = _sharded_kind(parameter)
-        if kind and not (accepts_shards and _is_shard_of_replica(parameter)):
+        is_flat = hasattr(parameter, "_fsdp_flattened") or hasattr(parameter, "_is_flat_param")
+        is_accepted = accepts_shards and is_shard_of_replica(parameter)
+        if is_flat or (is_shard(parameter) and not is_accepted):
             raise TypeError(
-                f"parameter {index} is a {kind}; {optimizer} would average shards that belong to "
-                "different elements\n\nhint: give the plain tensors of a model that is replicated "
-                "on every rank; local methods such as gcnzc.optim.DiLoCo also accept parameters of "
-                "torch.distributed.fsdp.fully_shard (torch >= 2.6), with the mesh of one replica"
+                f"parameter {index} is a shard ({type(parameter).__name__}); {optimizer} would "
+                "average shards that belong to different elements\n\nhint: give the plain tensors "
+                "of a model that is replicated on every rank; local methods such as "
+                "gcnzc.optim.DiLoCo also accept parameters of torch.distributed.fsdp.fully_shard "
+                "(torch >= 2.6), with the mesh of one replica"
             )
         if parameter.requires_grad and parameter.dtype not in DTYPES:
             hint = f"use one of {', '.join(map(str, DTYPES))}"
@@ -189,18 +193,14 @@ def check_fraction(name: str, value: object) -> None:
     check_range(name, value, lambda x: 0 <= x < 1, "a number in [0, 1)")
 
 
-def check_count(name: str, value: object, least: int = 0, most: float = math.inf) -> None:
-    """Check that `value` is a whole number of at least `least`, and at most `most`.
+def check_share(name: str, value: object) -> None:
+    """Check that `value` is a number in [0, 1], such as a weight; raises ValueError."""
+    check_range(name, value, lambda x: 0 <= x <= 1, "a number in [0, 1]")
 
-    numpy's integers are accepted; bool, float and tensors are not.
 
-    Raises:
-        ValueError: it is not.
-    """
-    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_integer or not least <= value <= most:  # type: ignore[operator]
-        limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-        raise ValueError(f"{name} is {value!r}\n\nhint: give a whole number {limits}")
+def check_count(name: str, value: object, least: int = 0, most: int = INTEGER_LIMIT) -> int:
+    """Return a whole number of at least `least` and at most `most`; see `check_integer`."""
+    return check_integer(name, value, least, most)
 
 
 def _is_on_gpu(value: object) -> bool:
@@ -214,18 +214,3 @@ def _number(value: object) -> float | None:
         return None
     # torch raises an OverflowError for an integer of more than 64 bits
     return None if isinstance(value, int) and abs(value) >= 2**63 else float(value)
-
-
-def _is_shard_of_replica(parameter: Any) -> bool:
-    """Return whether a parameter is sharded by `fully_shard` over the ranks of a replica."""
-    mesh = getattr(parameter, "device_mesh", None)
-    return mesh is not None and mesh.ndim == 1 and parameter.placements[0].is_shard()
-
-
-def _sharded_kind(parameter: Tensor) -> str:
-    """Return the type name of a sharded parameter; empty for other parameters."""
-    kind = type(parameter)
-    if kind.__module__.startswith("torch.distributed"):
-        return kind.__name__
-    is_flat = getattr(parameter, "_is_flat_param", False)
-    return "parameter of FSDP" if is_flat or hasattr(parameter, "_fsdp_flattened") else ""

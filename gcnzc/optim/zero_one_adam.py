@@ -26,20 +26,21 @@ gradients are exchanged in every step, also in local ones, until their variance 
 Notation: n elements, the first d of them in groups with `compress=False`, k extras.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from gcnzc.compress import Compression, Dense
+from gcnzc.compress import Dense
 from gcnzc.exchange import Algorithm, run
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.defaults import WARMUP_STEPS, warmup_steps
 from gcnzc.optim.inactive import InactiveElements, SettlingElements
 from gcnzc.optim.method import SkipStep, identify_caller
-from gcnzc.optim.state import Field, Kind, Number, Values, Vector
+from gcnzc.optim.options import option
+from gcnzc.optim.state import OWN, Kind, scalar, vector
 from gcnzc.optim.validation import check_count
 from gcnzc.system.arguments import check_flag
 
@@ -179,52 +180,33 @@ class ZeroOneAdam(InactiveElements):
             `maximize`.
     """
 
-    anchor: Tensor | None
+    schedule: ZeroOneSchedule = option(None)
+
+    anchor: Tensor | None = vector(is_optional=True)
     """(n,): the parameters of the last synchronization, with weight decay; None in sync"""
-    accumulated: Tensor | None
+    accumulated: Tensor | None = vector(is_optional=True, **OWN)
     """(n,): u_i while the ranks are out of sync; their momenta differ as well then"""
-    num_variance_updates: int
-    lr_sums: list[float]
+    num_variance_updates: int = scalar()
+    lr_sums: list[float] = scalar(lambda own: [0.0] * len(own.compressed_groups))
     """s of each compressed parameter group"""
-    num_nonfinite: int
+    num_nonfinite: int = scalar(kind="local")
     """number of local steps of this rank in which its gradient was not finite or too large"""
-    compared_options = (*InactiveElements.compared_options, "schedule")
     reducer_name = "update"
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        *,
-        schedule: ZeroOneSchedule | None = None,
-        compress: Compression | None = None,
-        total_steps: int | None = None,
-        **options: Any,
-    ) -> None:
-        self.schedule = ZeroOneSchedule.for_run(total_steps) if schedule is None else schedule
-        options |= {"compress": compress, "total_steps": total_steps}
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
-
-    def declare(self) -> list[Field]:
+    def configure(self) -> None:
         """See `DistributedOptimizer`."""
-        count, groups = self.flat.num_elements, list(self.flat.slices(self.flat.num_uncompressed))
-        own: dict[str, Any] = {"kind": "local", "resize": "mean"}
-        return [
-            *super().declare(),
-            # both or neither
-            Vector(self, "anchor", count, exists=lambda values: _has(values, "accumulated")),
-            Vector(self, "accumulated", count, exists=lambda values: _has(values, "anchor"), **own),
-            Number(self, "num_variance_updates"),
-            Number(self, "lr_sums", [0.0] * len(groups), length=len(groups)),
-            Number(self, "num_nonfinite", kind="local"),
-        ]
+        super().configure()
+        self.schedule = self.schedule or ZeroOneSchedule.for_run(self.total_steps)
 
-    def momentum_kind(self, values: Values) -> Kind:
+    @property
+    def compressed_groups(self) -> list[dict[str, Any]]:
+        """The options of the parameter groups that are compressed."""
+        return [options for _, options in self.flat.slices(self.flat.num_uncompressed)]
+
+    @property
+    def momentum_kind(self) -> Kind:
         """See `AdamMethod`."""
-        return "shared" if values["anchor"] is None else "local"
+        return "shared" if self.anchor is None else "local"
 
     @property
     def is_out_of_sync(self) -> bool:
@@ -402,8 +384,7 @@ class ZeroOneAdam(InactiveElements):
 
     def _count_step(self, anchor: Tensor) -> None:
         """Apply weight decay to the anchor (n,) and `lr_sums`, as `_accumulate` to the update."""
-        first = self.flat.num_uncompressed
-        groups = [options for _, options in self.flat.slices(first)]
+        first, groups = self.flat.num_uncompressed, self.compressed_groups
         self.lr_sums = [
             length * _decay_factor(options) + self.step_size(options)
             for length, options in zip(self.lr_sums, groups, strict=True)
@@ -490,7 +471,3 @@ class ZeroOneAdam(InactiveElements):
 def _decay_factor(options: Mapping[str, Any]) -> float:
     """Return the factor of the parameters by weight decay in the next step."""
     return 1 - float(options["lr"]) * options["weight_decay"]
-
-
-def _has(values: Values, name: str) -> bool:
-    return values.get(name) is not None

@@ -149,7 +149,8 @@ def test_links_have_the_requested_rate():
         # the link's own; the receiver's; the sender's, back on the link that is slow one way only
         asked = {(0, 1): 10, (0, 2): 40, (1, 0): 80, (2, 0): 40}
         for (sender, receiver), mbit_per_s in asked.items():
-            rate = rate_of(cluster, [sender], receiver)
+            # other work on this machine may hold up a sender, but nothing makes a link faster
+            rate = max(rate_of(cluster, [sender], receiver) for _ in range(3))
             assert 0.9 * mbit_per_s < rate < 1.05 * mbit_per_s, (sender, receiver)
         # nothing of it is counted later
         counted = cluster.counters()

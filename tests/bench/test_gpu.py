@@ -1,6 +1,5 @@
 """The GPU benchmarks reject wrong rows, and record failures and each finished round."""
 
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from programs import run_python
 
 from bench import harness
 from bench.gpu import claims, epochs, suite
@@ -20,9 +20,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.processes
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_reports_that_there_is_no_gpu():
-    run = subprocess.run(
-        [sys.executable, "-m", "bench.gpu.suite", "link"], cwd=ROOT, capture_output=True, text=True
-    )
+    run = run_python("-m", "bench.gpu.suite", "link")
     assert run.returncode == 1
     assert "error: torch finds no CUDA device\n\nhint: " in run.stderr
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from limits import HANG_S, NEVER_S
+from programs import run_python
 
 from bench.gpu import session as gpu_session
 from bench.gpu.session import ARCHIVE, TABLE, Stage, run_stages, table_of
@@ -32,13 +33,10 @@ sys.exit(session.main())
 """
 
 
-def session(*options, **how):
+def session(*options):
     """Run the command as from a plain checkout."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "bench.gpu.session", *map(str, options)]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment | {"PYTHONPATH": ""}, **how
-    )
+    plain = {"TRITON_INTERPRET": None, "PYTHONPATH": ""}
+    return run_python("-m", "bench.gpu.session", *options, **plain)
 
 
 def start_shell_session(out, *commands):

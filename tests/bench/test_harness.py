@@ -3,10 +3,9 @@
 import json
 import re
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from programs import output_of
 from virtual_time import VirtualTime
 
 from bench import harness
@@ -116,6 +115,4 @@ def test_the_harness_works_without_optional_modules(module):
     program = (
         f"import sys; sys.modules[{module!r}] = None; from bench import harness; harness.machine()"
     )
-    subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(harness.__file__).parents[1], check=True
-    )
+    output_of("-c", program)

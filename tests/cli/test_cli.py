@@ -10,15 +10,18 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from command_runs import SMALL, failed
 from tiny_graph import tiny
 
+import gcnzc
 from gcnzc.cli import main
 from gcnzc.cli.commands import check
 from gcnzc.cli.output import warned_with
 from gcnzc.train import checkpoint
 from gcnzc.train import run as train_run
+from gcnzc.train.plots import run_labels
 from gcnzc.tune import choose, machine, search
 
 
@@ -142,6 +145,7 @@ def test_plot_of_several_runs_leaves_the_curves_of_each(run, tmp_path, capsys):
     out = json.loads(capsys.readouterr().out)["picture"]
     assert Path(out) == tmp_path / "comparison.png"
     assert (tmp_path / "comparison.png").stat().st_size > 1000
+    assert run_labels([Path("a/run"), Path("b/run")]) == ["a/run", "b/run"]
     assert main(["plot", str(tmp_path / "none")]) == 1
     assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
 
@@ -246,6 +250,14 @@ def test_training_without_features_is_an_error(shared_data, tmp_path, capsys):
     assert "no features" in error
     assert "--embed" in hint
     assert not (tmp_path / "r").exists()
+
+
+def test_training_without_labels_is_an_error(tmp_path, capsys):
+    edges = np.array([[0, 1], [1, 2]])
+    gcnzc.prepare(dest=tmp_path / "g", edges=edges, features=np.eye(3))
+    error, hint = failed(capsys, ["train", tmp_path / "g", *SMALL, "--out", tmp_path / "r"], 1)
+    assert "g has no labelled nodes to train on" in error
+    assert "check the training split of the graph" in hint
 
 
 def test_pcie_rejects_a_graph_without_features(shared_data, capsys):

@@ -227,6 +227,11 @@ def test_scores_that_are_not_defined_are_null_and_reported(tmp_path, capsys):
     assert main(["plot", str(run)]) == 0
     assert main(["evaluate", str(run)]) == 0
     assert '"test_rocauc": null' in capsys.readouterr().out
+    # columns of labels, and ids that are numbers
+    np.save(tmp_path / "ids.npy", np.array([5, 3]))
+    words = [run, "--nodes", tmp_path / "ids.npy", "--out", tmp_path / "p.csv"]
+    assert line_of(capsys, *words)["columns"] == ["node", "class_0", "class_1"]
+    assert pd.read_csv(tmp_path / "p.csv")["node"].tolist() == [5, 3]
 
 
 def test_scratch_folders_change_no_prediction(run, tmp_path, capsys):

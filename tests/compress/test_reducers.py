@@ -231,9 +231,6 @@ def test_means_resume_bit_for_bit_from_a_checkpoint(name):
     has_state = name in FEEDBACK or name in SPARSE or "random" in name
     has_state &= name != "topk without errors"
     assert torch.equal(found, mean_of(fresh, given)[0]) == (not has_state)
-    assert them[0].state_bytes == sum(
-        error.numel() * error.element_size() for error in them[0].errors().values()
-    )
 
 
 @pytest.mark.parametrize("name", ["sign of 32", "int4 at random", "int4 at random without errors"])
@@ -311,23 +308,3 @@ def test_means_on_a_gpu_equal_those_on_the_cpu(name, device):
         room = 1e-5 if name.startswith("sign") else 1e-6
         torch.testing.assert_close(found[0].cpu(), expected[0], rtol=room, atol=1e-6)
         assert all(torch.equal(each, found[0]) for each in found)
-
-
-@pytest.mark.parametrize("name", FEEDBACK)
-@pytest.mark.parametrize("value", [torch.nan, 1e30])
-def test_errors_that_would_make_all_exchanges_fail_are_not_loaded(name, value):
-    given = vectors(64, 2, 0, torch.float32)
-    them = reducers(FEEDBACK[name], 64, 2, torch.float32)
-    mean_of(them, given)
-    own = them[1]
-    before = {each: error.clone() for each, error in own.errors().items()}
-    for each, error in before.items():
-        damaged = error.clone()
-        if not damaged.is_floating_point() or not damaged.numel():
-            continue
-        damaged[-1] = value
-        with pytest.raises(
-            ValueError, match=rf"error {each} has .* not finite or too large\n\nhint: "
-        ):
-            own.load_errors({**before, each: damaged})
-    assert are_same([own.errors()], [before])

@@ -202,7 +202,7 @@ def test_selections_are_drawn_anew_in_each_mean_and_are_equal_on_all_ranks():
             mean_of(them, vectors(1000, 3, step))
             seen.append(them[0].support.clone())
             count = int(seen[-1].sum())
-            assert count == 100 if way.same else 200 < count <= 300
+            assert count == 100 if way.is_reduced else 200 < count <= 300
         assert not torch.equal(seen[0], seen[1])
         assert not torch.equal(seen[1], seen[2])
         other = reducers(type(way)(0.1, 1), 1000, 3)

@@ -8,7 +8,7 @@ import pytest
 from gcnzc.datasets import catalog
 
 
-def test_ogb_datasets_agree_with_the_ogb_package() -> None:
+def test_ogb_datasets_agree_with_the_ogb_package():
     found = importlib.util.find_spec("ogb")
     assert found is not None
     assert found.submodule_search_locations
@@ -32,7 +32,7 @@ def test_ogb_datasets_agree_with_the_ogb_package() -> None:
         assert entry.folders == (name.replace("-", "_"), lines["download_name"][place])
 
 
-def test_sizes_agree_with_the_files(shared_data: Path) -> None:
+def test_sizes_agree_with_the_files(shared_data):
     for path in sorted(shared_data.glob("*/*.npz")):
         entry = catalog.find(path.stem)
         if entry is None:
@@ -50,7 +50,7 @@ def test_sizes_agree_with_the_files(shared_data: Path) -> None:
             assert entry.num_features == columns
 
 
-def test_names_are_unique_and_found() -> None:
+def test_names_are_unique_and_found():
     names = catalog.names()
     assert len(set(names)) == len(names)
     for entry in catalog.ENTRIES:
@@ -70,6 +70,6 @@ def test_names_are_unique_and_found() -> None:
         ("xyz", "available datasets are ogbn-arxiv, ogbn-products"),
     ],
 )
-def test_the_nearest_names_are_suggested(name: str, hint: str) -> None:
+def test_the_nearest_names_are_suggested(name, hint):
     with pytest.raises(ValueError, match=f"no dataset {name}\n\nhint: {hint}"):
         catalog.get(name)

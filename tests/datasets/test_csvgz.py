@@ -1,5 +1,4 @@
 import gzip
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,14 +7,12 @@ from gcnzc.datasets import csvgz, rows
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "table.csv.gz"
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 300, 1 << 24])
-def test_float32_is_read_back_bit_for_bit(
-    path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
-) -> None:
+def test_float32_is_read_back_bit_for_bit(path, monkeypatch, chunk_bytes):
     monkeypatch.setattr(rows, "CHUNK_BYTES", chunk_bytes)
     bits = np.random.default_rng(0).integers(2**32, size=(300, 5), dtype=np.uint32)
     table = bits.view(np.float32)
@@ -27,12 +24,12 @@ def test_float32_is_read_back_bit_for_bit(
     assert (found.view(np.uint32) == table.view(np.uint32)).all()
 
 
-def test_a_file_of_several_gzip_members_is_read(path: Path) -> None:
+def test_a_file_of_several_gzip_members_is_read(path):
     path.write_bytes(gzip.compress(b"1,2\n3,4\n") * 3)
     assert csvgz.read_table(path).tolist() == [[1, 2], [3, 4]] * 3
 
 
-def test_equal_numbers_give_equal_files(path: Path, tmp_path: Path) -> None:
+def test_equal_numbers_give_equal_files(path, tmp_path):
     csvgz.write(path, [np.arange(9).reshape(3, 3)])
     csvgz.write(tmp_path / "table.csv.gz.again", [np.arange(9).reshape(3, 3)])
     first, second = path.read_bytes(), (tmp_path / "table.csv.gz.again").read_bytes()

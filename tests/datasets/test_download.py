@@ -3,9 +3,7 @@ import http.server
 import io
 import threading
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 from tiny_graph import tiny
@@ -29,13 +27,13 @@ class Site:
     asked: list[str | None] = field(default_factory=list)
 
     @property
-    def remote(self) -> Remote:
+    def remote(self):
         return Remote("ogbn-tiny", self.url + "/tiny.zip", "1")
 
 
-def answer(site: Site) -> type[http.server.BaseHTTPRequestHandler]:
+def answer(site):
     class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             begin = 0
             asked = self.headers["Range"]
             site.asked.append(asked)
@@ -58,14 +56,14 @@ def answer(site: Site) -> type[http.server.BaseHTTPRequestHandler]:
             end = begin + site.breaks.pop(0) if site.breaks else len(site.data)
             self.wfile.write(site.data[begin:end])
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             pass
 
     return Handler
 
 
 @pytest.fixture
-def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Site]:
+def site(monkeypatch, tmp_path):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     # so that a break falls between two reads
@@ -80,7 +78,7 @@ def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Site]:
         thread.join()
 
 
-def zipped(folder: Path, top: str = "tiny/") -> bytes:
+def zipped(folder, top="tiny/"):
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         for path in sorted(folder.rglob("*")):
@@ -89,21 +87,21 @@ def zipped(folder: Path, top: str = "tiny/") -> bytes:
     return file.getvalue()
 
 
-def read(path: Path) -> bytes:
+def read(path):
     return path.read_bytes() if path.is_file() else b""
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_dataset_is_downloaded_once(site: Site, tmp_path: Path) -> None:
-    seen: list[tuple[str, int, int]] = []
+def test_a_dataset_is_downloaded_once(site, tmp_path):
+    seen = []
     here = tmp_path / "downloads"
     path = fetch(site.remote, here, lambda *now: seen.append(now))
     assert path == here / "ogbn_tiny_v1"
@@ -117,14 +115,14 @@ def test_a_dataset_is_downloaded_once(site: Site, tmp_path: Path) -> None:
     assert len(site.asked) == 1
 
 
-def test_an_interrupted_download_is_resumed(site: Site, tmp_path: Path) -> None:
+def test_an_interrupted_download_is_resumed(site, tmp_path):
     site.breaks = [1000, 700]
     path = fetch(site.remote, tmp_path / "downloads")
     assert contents(path) == contents(tmp_path / "source")
     assert site.asked == [None, "bytes=1000-", "bytes=1700-"]
 
 
-def test_a_changed_file_restarts_the_download(site: Site, tmp_path: Path) -> None:
+def test_a_changed_file_restarts_the_download(site, tmp_path):
     here = tmp_path / "downloads"
     site.breaks = [500, 0, 0]
     with pytest.raises(RuntimeError, match="failed after"):
@@ -134,14 +132,24 @@ def test_a_changed_file_restarts_the_download(site: Site, tmp_path: Path) -> Non
     assert contents(fetch(site.remote, here)) == contents(tmp_path / "newer")
 
 
-def test_without_a_network_the_error_describes_the_manual_download(tmp_path: Path) -> None:
+def test_a_file_that_became_shorter_restarts_the_download(site, tmp_path):
+    short, here = site.data, tmp_path / "downloads"
+    site.data, site.breaks = 2 * short, [len(short), 0, 0]
+    with pytest.raises(RuntimeError, match="failed after"):
+        fetch(site.remote, here)
+    site.data = short
+    assert contents(fetch(site.remote, here)) == contents(tmp_path / "source")
+    assert site.asked[-2:] == [f"bytes={len(short)}-", None]
+
+
+def test_without_a_network_the_error_describes_the_manual_download(tmp_path):
     # a port that nobody listens on
     remote = Remote("ogbn-tiny", "http://127.0.0.1:9/tiny.zip", "1")
     with pytest.raises(RuntimeError, match=r"failed after 0 bytes.*\n\nhint: is there a network"):
         fetch(remote, tmp_path / "downloads")
 
 
-def test_a_manually_downloaded_file_is_used(site: Site, tmp_path: Path) -> None:
+def test_a_manually_downloaded_file_is_used(site, tmp_path):
     here = tmp_path / "downloads"
     here.mkdir()
     (here / "tiny.zip").write_bytes(site.data)
@@ -149,14 +157,14 @@ def test_a_manually_downloaded_file_is_used(site: Site, tmp_path: Path) -> None:
     assert site.asked == []
 
 
-def test_a_file_that_the_server_does_not_have_is_reported(site: Site, tmp_path: Path) -> None:
+def test_a_file_that_the_server_does_not_have_is_reported(site, tmp_path):
     site.status = 404
     with pytest.raises(RuntimeError, match=r"cannot download .*: 404 Not Found\n\nhint: "):
         fetch(site.remote, tmp_path / "downloads")
     assert len(site.asked) == 1
 
 
-def test_a_file_that_is_not_a_zip_is_removed(site: Site, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_zip_is_removed(site, tmp_path):
     good = site.data
     here = tmp_path / "downloads"
     half = good[: len(good) // 2]
@@ -172,7 +180,7 @@ def test_a_file_that_is_not_a_zip_is_removed(site: Site, tmp_path: Path) -> None
     assert contents(fetch(site.remote, here)) == contents(tmp_path / "source")
 
 
-def test_an_archive_of_another_dataset_is_rejected(site: Site, tmp_path: Path) -> None:
+def test_an_archive_of_another_dataset_is_rejected(site, tmp_path):
     (tmp_path / "other" / "raw").mkdir(parents=True)
     (tmp_path / "other" / "raw" / "edge.csv.gz").write_bytes(b"")
     good, site.data = site.data, zipped(tmp_path / "other")
@@ -184,7 +192,7 @@ def test_an_archive_of_another_dataset_is_rejected(site: Site, tmp_path: Path) -
     assert contents(fetch(site.remote, here)) == contents(tmp_path / "source")
 
 
-def test_files_of_the_user_are_used_and_never_removed(site: Site, tmp_path: Path) -> None:
+def test_files_of_the_user_are_used_and_never_removed(site, tmp_path):
     here = tmp_path / "downloads"
     here.mkdir()
     archive = here / "tiny.zip"
@@ -199,7 +207,7 @@ def test_files_of_the_user_are_used_and_never_removed(site: Site, tmp_path: Path
 
 
 @pytest.mark.parametrize("top", ["/", "tiny/../../", ""])
-def test_a_zip_cannot_write_outside_of_its_folder(site: Site, tmp_path: Path, top: str) -> None:
+def test_a_zip_cannot_write_outside_of_its_folder(site, tmp_path, top):
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "file").write_text("")
     site.data = zipped(tmp_path / "one", top)
@@ -209,7 +217,7 @@ def test_a_zip_cannot_write_outside_of_its_folder(site: Site, tmp_path: Path, to
     assert names(tmp_path) == ["downloads", "one", "source"]
 
 
-def test_two_processes_do_not_download_one_file(site: Site, tmp_path: Path) -> None:
+def test_two_processes_do_not_download_one_file(site, tmp_path):
     with (
         download._locked(tmp_path / "tiny.zip.partial"),
         pytest.raises(RuntimeError, match=r"another process .*is downloading.*\n\nhint: "),
@@ -218,19 +226,15 @@ def test_two_processes_do_not_download_one_file(site: Site, tmp_path: Path) -> N
     assert site.asked == []
 
 
-def test_too_little_disk_space_is_reported_before_the_download(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_disk_space_is_reported_before_the_download(site, tmp_path, monkeypatch):
     usage = download.shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(download.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(RuntimeError, match=r"bytes are missing, 10 are free\n\nhint: "):
         fetch(site.remote, tmp_path / "downloads")
 
 
-def test_a_disk_that_fills_during_the_download_is_reported(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
+def test_a_disk_that_fills_during_the_download_is_reported(site, tmp_path, monkeypatch):
+    def full(*_):
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(download, "_resume", full)
@@ -238,7 +242,7 @@ def test_a_disk_that_fills_during_the_download_is_reported(
         fetch(site.remote, tmp_path / "downloads")
 
 
-def test_urls_agree_with_the_ogb_package() -> None:
+def test_urls_agree_with_the_ogb_package():
     sets = table()
     assert list(sets) == [
         *("ogbn-proteins", "ogbn-products", "ogbn-arxiv", "ogbn-mag", "ogbn-papers100M"),

@@ -1,6 +1,3 @@
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import scipy.sparse
@@ -11,7 +8,7 @@ from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.rows import allocate_in_memory
 
 
-def test_a_graph_is_read(tmp_path: Path) -> None:
+def test_a_graph_is_read(tmp_path):
     graph = tiny()
     found = NpzGraph(graph.write_npz(tmp_path / "mine.npz", add_inverse_edge=True))
     assert (found.name, found.num_nodes, found.num_edges) == ("mine", 40, 200)
@@ -24,9 +21,7 @@ def test_a_graph_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk_bytes", [64, 1 << 24])
-def test_sparse_features_are_converted_to_dense_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
-) -> None:
+def test_sparse_features_are_converted_to_dense_ones(tmp_path, monkeypatch, chunk_bytes):
     monkeypatch.setattr(rows, "CHUNK_BYTES", chunk_bytes)
     graph = tiny(num_columns=9)
     dense = np.where(graph.features > 1, graph.features, 0)
@@ -54,7 +49,7 @@ def test_sparse_features_are_converted_to_dense_ones(
         *[("True", True), ("yes", True), (b"True", True), (1, True), ([True], True), (1.0, None)],
     ],
 )
-def test_add_inverse_edge_is_read_as_a_boolean(tmp_path: Path, value: Any, once: Any) -> None:
+def test_add_inverse_edge_is_read_as_a_boolean(tmp_path, value, once):
     path = tiny().write_npz(tmp_path / "a.npz", add_inverse_edge=np.array(value))
     if once is None:
         with pytest.raises(ValueError, match=r"add_inverse_edge is 1.0, which is neither"):
@@ -65,9 +60,7 @@ def test_add_inverse_edge_is_read_as_a_boolean(tmp_path: Path, value: Any, once:
 
 
 @pytest.mark.parametrize("is_bidirected", [True, False])
-def test_bidirected_is_the_name_of_the_option_and_ogbs_name_is_read_too(
-    tmp_path: Path, is_bidirected: bool
-) -> None:
+def test_bidirected_is_the_name_of_the_option_and_ogbs_name_is_read_too(tmp_path, is_bidirected):
     for given in ({"bidirected": is_bidirected}, {"add_inverse_edge": is_bidirected}):
         path = tiny().write_npz(tmp_path / "a.npz", **{k: np.array(v) for k, v in given.items()})
         defaults = NpzGraph(path).edge_defaults()
@@ -89,9 +82,7 @@ def test_bidirected_is_the_name_of_the_option_and_ogbs_name_is_read_too(
         ({"node_label": np.array(3)}, "node_label is a scalar"),
     ],
 )
-def test_arrays_of_inconsistent_shapes_are_rejected(
-    tmp_path: Path, parts: dict[str, Any], words: str
-) -> None:
+def test_arrays_of_inconsistent_shapes_are_rejected(tmp_path, parts, words):
     whole = {
         "feat_data": np.empty(0, np.float32),
         "feat_indices": np.empty(0, np.int64),
@@ -103,7 +94,7 @@ def test_arrays_of_inconsistent_shapes_are_rejected(
         NpzGraph(path)
 
 
-def test_splits_are_chosen_by_name_or_number(tmp_path: Path) -> None:
+def test_splits_are_chosen_by_name_or_number(tmp_path):
     graph = tiny()
     masks = np.random.default_rng(1).integers(2, size=(3, 40)).astype(bool)
     several = dict.fromkeys(("train_masks", "val_masks", "test_masks"), masks)
@@ -121,9 +112,7 @@ def test_splits_are_chosen_by_name_or_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])
-def test_a_graph_to_predict_on_has_neither_labels_nor_splits(
-    tmp_path: Path, is_sparse: bool
-) -> None:
+def test_a_graph_to_predict_on_has_neither_labels_nor_splits(tmp_path, is_sparse):
     graph = tiny(num_columns=9)
     arrays = dict(np.load(graph.write_npz(tmp_path / "whole.npz")))
     kept = {key: arrays[key] for key in ("edge_index", "node_feat")}
@@ -144,7 +133,7 @@ def test_a_graph_to_predict_on_has_neither_labels_nor_splits(
         NpzGraph(tmp_path / "bare.npz", split="standard")
 
 
-def test_real_npz_files_are_read(shared_data: Path) -> None:
+def test_real_npz_files_are_read(shared_data):
     cora = NpzGraph(shared_data / "cora" / "cora.npz")
     assert (cora.num_nodes, cora.num_edges, cora.num_classes) == (2708, 10556, 7)
     assert (cora.features.num_columns, cora.origin["licence"]) == (

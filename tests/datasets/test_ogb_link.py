@@ -1,8 +1,5 @@
-"""Link property datasets in OGB's layout are read as written, and as by OGB's own reader."""
+"""Link property datasets in OGB's layout are read as written."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,42 +135,3 @@ def test_graphs_of_several_types_are_rejected(tmp_path, file, kind):
     (path / file).write_text("")
     with pytest.raises(ValueError, match=rf"is {kind}.*: it has {file}\n\nhint: "):
         load(path)
-
-
-READ_BY_OGB = """
-import sys, types
-quiet = types.ModuleType("outdated")
-quiet.check_outdated = lambda *_: (False, "")
-quiet.OutdatedPackageWarning = UserWarning
-sys.modules["outdated"] = quiet
-import numpy as np, torch
-from ogb.linkproppred import LinkPropPredDataset
-# it loads its own files, in which there are arrays, and says nothing of weights
-real = torch.load
-torch.load = lambda *a, **k: real(*a, **{"weights_only": False} | k)
-meta = {"dir_path": sys.argv[1], "eval metric": "hits@50", "task type": "link prediction",
-        "is hetero": "False", "binary": "False", "add_inverse_edge": "True", "split": "time",
-        "additional node files": "None", "additional edge files": "None", "version": 1,
-        "download_name": "ours"}
-read = LinkPropPredDataset("ogbl-ours", meta_dict=meta)
-split, graph = read.get_edge_split(), read[0]
-np.savez(sys.argv[2], edge_index=graph["edge_index"], node_feat=graph["node_feat"],
-         **{f"{part}-{key}": value for part, told in split.items() for key, value in told.items()})
-"""
-
-
-@pytest.mark.processes
-def test_ogb_reads_the_same_arrays(tmp_path):
-    links = parts()
-    path = written(tmp_path / "ours", links, add_inverse_edge=True)
-    environment = os.environ | {"PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-c", READ_BY_OGB, str(path), str(tmp_path / "read.npz")]
-    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-    read, data = np.load(tmp_path / "read.npz"), load(path)
-    for part in PARTS:
-        assert np.array_equal(read[f"{part}-edge"].T, data.links.edges[part])
-    for part in PARTS[1:]:
-        assert np.array_equal(read[f"{part}-edge_neg"].T, data.links.negatives[part])
-    assert np.array_equal(read["node_feat"], data.features)
-    mine = sorted(zip(*(part.tolist() for part in data.graph.edges()), strict=True))
-    assert sorted(zip(*read["edge_index"].tolist(), strict=True)) == mine

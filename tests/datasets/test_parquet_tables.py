@@ -154,6 +154,8 @@ def test_integer_ids_of_any_type_are_exact(change, first, tmp_path):
     [
         ("id", np.array([2.0**60, *range(5)]), r"has the type double and the value 1.15\d+e\+18\n"),
         ("id", [b"\xff%d" % number for number in range(6)], r"the type binary, which is not UTF-8"),
+        ("id", [[1]] * 6, r"'id' has the type list.*\n\nhint: ids, labels and parts are integers"),
+        ("split", pd.date_range("2024", periods=6), r"'split' has the type timestamp"),
         ("label", [0.5, *range(5)], r"'label' has the type double and the value 0.5\n\nhint"),
         ("age", list("abcdef"), r"'age' has the type .*string, such as 'a', which is not a number"),
         ("age", [b"1"] * 6, r"'age' has the type binary, such as .*, which is not a number"),

@@ -1,5 +1,4 @@
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +7,7 @@ import torch
 from gcnzc.datasets import pickled
 
 
-def test_other_unpicklers_are_not_affected(tmp_path: Path) -> None:
+def test_other_unpicklers_are_not_affected(tmp_path):
     torch.save(np.arange(3), tmp_path / "a.pt")
     # torch keeps them in no order
     before = set(torch.serialization.get_safe_globals())
@@ -22,15 +21,15 @@ def test_other_unpicklers_are_not_affected(tmp_path: Path) -> None:
 
 
 class Harmful:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return (Path.touch, (self.path,))
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: {"train": x}])
-def test_pickled_code_is_not_run(tmp_path: Path, wrap: Any) -> None:
+def test_pickled_code_is_not_run(tmp_path, wrap):
     torch.save(wrap(Harmful(tmp_path / "was here")), tmp_path / "a.pt")
     with pytest.raises(ValueError, match="as numbers: it has other objects than tensors"):
         pickled.load(tmp_path / "a.pt")

@@ -1,11 +1,8 @@
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
+import pytest
 
 from gcnzc.datasets.rows import (
     Csr,
-    Rows,
     allocate_in_memory,
     convert_chunks,
     no_progress,
@@ -13,11 +10,16 @@ from gcnzc.datasets.rows import (
 )
 
 
-def all_of(table: Rows, dtype: Any = np.float32, allow_nan: bool = False) -> NDArray[Any]:
+def all_of(table, dtype=np.float32, allow_nan=False):
     parts = convert_chunks(table, np.dtype(dtype), allow_nan, allocate_in_memory, no_progress)
     return np.concatenate([part.copy() for part in parts])
 
 
-def test_values_at_equal_positions_are_added() -> None:
+def test_values_at_equal_positions_are_added():
     csr = Csr(np.array([0, 3, 3]), np.array([1, 1, 0]), np.array([2.0, 3.0, 4.0]))
     assert all_of(rows_from_csr(csr, 3, "here")).tolist() == [[4, 5, 0], [0, 0, 0]]
+
+
+def test_too_little_memory_is_reported():
+    with pytest.raises(RuntimeError, match=r"memory for sources: 9,007,199,254,740,992 bytes\n"):
+        allocate_in_memory("sources", 2**50, np.float64)

@@ -1,8 +1,5 @@
-from typing import Any
-
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from gcnzc.datasets import source
 from gcnzc.datasets.source import (
@@ -28,13 +25,13 @@ NAN = np.nan
         (np.array([[0.0, 1], [1, 1], [1, 0]]), [[0, 1], [1, 1], [1, 0]]),
     ],
 )
-def test_labels_must_be_classes(raw: NDArray[Any], clean: list[Any]) -> None:
+def test_labels_must_be_classes(raw, clean):
     found = clean_labels(raw, 3, 3, "here")
     assert found.dtype == np.int64
     assert found.tolist() == clean
 
 
-def test_missing_labels_of_several_tasks_are_kept() -> None:
+def test_missing_labels_of_several_tasks_are_kept():
     raw = np.array([[0, NAN], [NAN, NAN], [1, 1]])
     found = clean_labels(raw, 3, 2, "here")
     assert found.dtype == np.float32
@@ -53,9 +50,7 @@ def test_missing_labels_of_several_tasks_are_kept() -> None:
         ([0, 1], 2, r"the labels have the shape \(2,\) for 3 nodes"),
     ],
 )
-def test_labels_that_are_no_classes_are_rejected(
-    raw: list[Any], num_classes: int | None, words: str
-) -> None:
+def test_labels_that_are_no_classes_are_rejected(raw, num_classes, words):
     with pytest.raises(ValueError, match=f"here.*{words}(.|\n)*\n\nhint: "):
         clean_labels(np.array(raw), 3, num_classes, "here")
 
@@ -70,18 +65,18 @@ def test_labels_that_are_no_classes_are_rejected(
         ([[NAN, NAN]], 2),
     ],
 )
-def test_classes_are_counted(labels: list[Any], count: int) -> None:
+def test_classes_are_counted(labels, count):
     assert count_classes(np.array(labels)) == count
 
 
 LABELS = np.array([0, 1, -1, 1, 0, 1])
 
 
-def parts(train: Any = (0,), valid: Any = (1,), test: Any = (3,)) -> dict[str, NDArray[Any]]:
+def parts(train=(0,), valid=(1,), test=(3,)):
     return {"train": np.array(train), "valid": np.array(valid), "test": np.array(test)}
 
 
-def test_nodes_without_a_label_are_removed_from_the_split() -> None:
+def test_nodes_without_a_label_are_removed_from_the_split():
     clean, lost = clean_split(parts((4, 0, 2), [[1]], (3,)), LABELS, "here")
     assert clean["train"].tolist() == [4, 0]
     assert clean["valid"].tolist() == [1]
@@ -107,12 +102,12 @@ def test_nodes_without_a_label_are_removed_from_the_split() -> None:
         (parts(train=(0, 0.5)), "the train split has ids of type float64"),
     ],
 )
-def test_invalid_splits_are_rejected(split: dict[str, NDArray[Any]], words: str) -> None:
+def test_invalid_splits_are_rejected(split, words):
     with pytest.raises(ValueError, match=f"here: {words}"):
         clean_split(split, LABELS, "here")
 
 
-def test_edges_to_unknown_nodes_are_rejected() -> None:
+def test_edges_to_unknown_nodes_are_rejected():
     check_ends(np.array([0, 9]), 10, "here")
     check_ends(np.array([], int), 0, "here")
     with pytest.raises(ValueError, match=r"here: edge 101 has the node 10, but nodes are 0 to 9"):
@@ -130,12 +125,8 @@ def test_edges_to_unknown_nodes_are_rejected() -> None:
 )
 @pytest.mark.parametrize("chunk", [1, 2, 100])
 def test_edges_that_all_point_one_way_are_stored_once(
-    monkeypatch: pytest.MonkeyPatch,
-    sources: list[int],
-    destinations: list[int],
-    once: bool,
-    chunk: int,
-) -> None:
+    monkeypatch, sources, destinations, once, chunk
+):
     monkeypatch.setattr(source, "CHUNK_BYTES", chunk)
     found = guess_edge_defaults((np.array(sources), np.array(destinations)))
     assert (found.bidirected, found.duplicates) == (once, "keep")

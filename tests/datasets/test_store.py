@@ -3,9 +3,6 @@ import math
 import multiprocessing
 import os
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ from touched import touched_bytes
 from gcnzc.datasets import store
 from gcnzc.datasets.rows import allocate_in_memory, convert_chunks, no_progress, rows_from_array
 
-ABOUT: dict[str, Any] = {
+ABOUT = {
     "name": "mine",
     "split": {"name": "random", "train": 2, "valid": 1, "test": 1},
     "options": {
@@ -37,7 +34,7 @@ ABOUT: dict[str, Any] = {
 TABLE = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
 
 
-def write_graph(writer: store.Writer) -> None:
+def write_graph(writer):
     writer.save("indptr.npy", np.array([0, 2, 3, 3, 3, 4]))
     writer.save("indices.npy", np.array([1, 2, 0, 4], np.int32))
     writer.save("labels.npy", np.arange(5))
@@ -45,7 +42,7 @@ def write_graph(writer: store.Writer) -> None:
         writer.save(f"split/{part}.npy", np.array(ids))
 
 
-def write(dest: Path, table: np.ndarray | None = TABLE, pitch_bytes: int = 16) -> Path:
+def write(dest, table=TABLE, pitch_bytes=16):
     with store.atomic_folder(dest) as folder:
         writer = store.Writer(folder)
         write_graph(writer)
@@ -60,17 +57,17 @@ def write(dest: Path, table: np.ndarray | None = TABLE, pitch_bytes: int = 16) -
     return dest
 
 
-def write_meta(folder: Path, meta: dict[str, Any], **changes: Any) -> None:
+def write_meta(folder, meta, **changes):
     """As if it had been written so; the checksum is right."""
     whole = meta | changes
     (folder / "meta.json").write_text(json.dumps(whole | {"crc32": store.checksum_of(whole)}))
 
 
-def files(folder: Path) -> list[str]:
+def files(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_written_folders_are_opened(tmp_path: Path) -> None:
+def test_written_folders_are_opened(tmp_path):
     found = store.open_folder(write(tmp_path / "a"))
     assert (found.features == TABLE).all()
     assert found.features.strides == (16, 4)
@@ -86,7 +83,7 @@ def test_written_folders_are_opened(tmp_path: Path) -> None:
     store.verify(tmp_path / "a")
 
 
-def test_arrays_are_npy_files_whose_data_begins_on_a_page(tmp_path: Path) -> None:
+def test_arrays_are_npy_files_whose_data_begins_on_a_page(tmp_path):
     folder = write(tmp_path / "a", pitch_bytes=12)
     assert (np.load(folder / "features.npy") == TABLE).all()
     assert (np.load(folder / "features.npy", mmap_mode="r") == TABLE).all()
@@ -98,7 +95,7 @@ def test_arrays_are_npy_files_whose_data_begins_on_a_page(tmp_path: Path) -> Non
     assert found.features.ctypes.data % 4096 == 0
 
 
-def test_arrays_that_a_driver_may_lock_are_mapped_read_only(tmp_path: Path) -> None:
+def test_arrays_that_a_driver_may_lock_are_mapped_read_only(tmp_path):
     found = store.open_folder(write(tmp_path / "a"), read_only=True)
     for array in (found.features, found.indptr, found.indices):
         assert not array.flags.writeable
@@ -106,7 +103,7 @@ def test_arrays_that_a_driver_may_lock_are_mapped_read_only(tmp_path: Path) -> N
         assert array.flags.writeable
 
 
-def test_what_is_read_to_open_a_folder_does_not_depend_on_its_size(tmp_path: Path) -> None:
+def test_what_is_read_to_open_a_folder_does_not_depend_on_its_size(tmp_path):
     folder = write(tmp_path / "a")
     meta = json.loads((folder / "meta.json").read_text())
     rows, columns = 1 << 28, 128
@@ -166,9 +163,7 @@ def test_what_is_read_to_open_a_folder_does_not_depend_on_its_size(tmp_path: Pat
         ),
     ],
 )
-def test_a_damaged_folder_is_rejected(
-    tmp_path: Path, name: str, damage: Any, error: type[Exception], words: str
-) -> None:
+def test_a_damaged_folder_is_rejected(tmp_path, name, damage, error, words):
     path = write(tmp_path / "a") / name
     if damage is None:
         path.unlink()
@@ -179,7 +174,7 @@ def test_a_damaged_folder_is_rejected(
 
 
 @pytest.mark.parametrize("name", ["features.npy", "indices.npy", "split/test.npy"])
-def test_verify_reports_the_file_with_a_flipped_bit(tmp_path: Path, name: str) -> None:
+def test_verify_reports_the_file_with_a_flipped_bit(tmp_path, name):
     path = write(tmp_path / "a") / name
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -190,8 +185,8 @@ def test_verify_reports_the_file_with_a_flipped_bit(tmp_path: Path, name: str) -
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_failed_write_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
-    def build() -> None:
+def test_a_failed_write_leaves_nothing(tmp_path, error):
+    def build():
         with store.atomic_folder(tmp_path / "a") as folder:
             (folder / "deep").mkdir()
             (folder / "deep" / "file").write_text("half")
@@ -202,7 +197,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, error: type[BaseException
     assert files(tmp_path) == []
 
 
-def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
+def test_files_of_a_killed_process_are_removed(tmp_path):
     left = tmp_path / ".a.partial"
     (left / "split").mkdir(parents=True)
     (left / "indptr.npy").write_text("half")
@@ -212,14 +207,22 @@ def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     assert not left.exists()
 
 
-def _many(dest: Path, failures: Any) -> None:
+def test_a_folder_that_another_process_writes_is_reported(tmp_path):
+    message = rf"pid {os.getpid()}.* is writing .*a\n\nhint: wait for it"
+    with store.atomic_folder(tmp_path / "a"):
+        with pytest.raises(RuntimeError, match=message), store.atomic_folder(tmp_path / "a"):
+            pytest.fail("it began")
+        assert files(tmp_path) == [".a.partial"]
+
+
+def _many(dest, failures):
     try:
         write(dest)
     except (FileExistsError, RuntimeError):
         failures.put(1)
 
 
-def test_only_one_of_many_processes_writes(tmp_path: Path) -> None:
+def test_only_one_of_many_processes_writes(tmp_path):
     context = multiprocessing.get_context("forkserver")
     failures = context.Queue()
     workers = [context.Process(target=_many, args=(tmp_path / "a", failures)) for _ in range(4)]
@@ -232,7 +235,7 @@ def test_only_one_of_many_processes_writes(tmp_path: Path) -> None:
     assert not (tmp_path / ".a.partial").exists()
 
 
-def test_too_little_disk_space_is_reported_before_writing(tmp_path: Path) -> None:
+def test_too_little_disk_space_is_reported_before_writing(tmp_path):
     with (
         pytest.raises(RuntimeError, match=r"about 1,152,921,504,606,846,976 bytes are needed"),
         store.atomic_folder(tmp_path / "a", [1 << 60]),
@@ -242,7 +245,7 @@ def test_too_little_disk_space_is_reported_before_writing(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)]
@@ -252,7 +255,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_is_reported(small_disk: Path) -> None:
+def test_a_full_disk_is_reported(small_disk):
     # fits as a whole, so it is found full only once the first files are there
     table = np.zeros((1 << 17, 2), np.float32)
     with pytest.raises(RuntimeError, match=r"no space for .*a: .* are free\n\nhint: "):
@@ -266,7 +269,7 @@ def test_a_full_disk_is_reported(small_disk: Path) -> None:
     assert files(small_disk) == []
 
 
-def test_scratch_arrays_have_no_file_name(tmp_path: Path) -> None:
+def test_scratch_arrays_have_no_file_name(tmp_path):
     allocate = store.scratch_allocator(tmp_path)
     array = allocate("sources", 1000, np.int32)
     array[:] = np.arange(1000)
@@ -275,7 +278,7 @@ def test_scratch_arrays_have_no_file_name(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
-def test_folders_are_copied_and_checked(tmp_path: Path) -> None:
+def test_folders_are_copied_and_checked(tmp_path):
     source = tmp_path / "mapping"
     (source / "deep").mkdir(parents=True)
     (source / "deep" / "nodes.csv").write_text("0,zero\n")

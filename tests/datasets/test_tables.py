@@ -259,11 +259,20 @@ def test_classes_have_the_order_that_is_given(tmp_path):
         ({"options": OPTIONS.replace('label = "kind"', 'label = "part"')}, "'part' has two roles"),
         ({"options": OPTIONS.replace('split = "part"\n', "")}, "the nodes have no parts"),
         (
+            {
+                "options": OPTIONS.replace('split = "part"\n', ""),
+                "nodes": NODES.replace("part", "is_train"),
+            },
+            "has masks is_train, but none of valid, test",
+        ),
+        ({"nodes": NODES.replace("x2", "x1")}, "nodes.csv has several columns 'x1'"),
+        (
             {"options": OPTIONS + 'classes = ["cat", "cow"]\n'},
             "line 4, column 'kind': 'dog' is not",
         ),
         # ids
         ({"edges": EDGES + "eve,ann,5\n"}, "edges.csv, line 6, column 'from': no node has the id"),
+        ({"edges": EDGES + "ann,,5\n"}, "edges.csv, line 6, column 'to': the id is missing"),
         ({"edges": EDGES + "ann,bob\n"}, "edges.csv, line 6: 2 cells, but there are 3 columns"),
         (
             {"edges": "from,to\nann,bob,1\nbob,ann,2\n"},
@@ -274,6 +283,7 @@ def test_classes_have_the_order_that_is_given(tmp_path):
         ({"nodes": NODES + "bob,1,1,1,cat,,\n"}, "line 9, column 'name': the id 'bob' is also in "),
         # values
         ({"nodes": NODES.replace("2.5", "")}, "line 6, column 'x1': nan"),
+        ({"nodes": NODES.replace("2.5", "1e300")}, r"line 6, column 'x1': 1e\+300 .*\n\nhint: sc"),
         ({"nodes": NODES.replace("2.5", "two")}, "line 6, column 'x1': 'two' is not a number"),
         ({"nodes": NODES.replace("cat", "0.5").replace("dog", "1")}, "label '0.5' is not a class"),
         ({"nodes": NODES.replace("val", "vale")}, "line 6, column 'part': 'vale' is not a part"),

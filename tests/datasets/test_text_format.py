@@ -2,6 +2,7 @@
 
 import gzip
 
+import numpy as np
 import pytest
 
 import gcnzc
@@ -83,6 +84,7 @@ def edges(graph):
         ("a.csv", "source,target\n#a,b\nc#d,%e\n", [("#a", "b"), ("c#d", "%e")]),
         # a line within a text in quotes
         ("a.csv", 'source,target,note\nann,bob,"a\n#b"\nbob,cid,\n', NAMES),
+        ("a.csv", '# c\nsource,target,note\nann,bob,"a\n#b"\n# c\nbob,cid,"#"\n', NAMES),
     ],
 )
 def test_published_lists_of_edges(file, text, expected, tmp_path):
@@ -149,6 +151,14 @@ def test_a_file_says_whether_its_edges_have_directions(file, head, bidirected, t
     gcnzc.prepare(tmp_path / "graph.toml", tmp_path / "other")
     assert gcnzc.load(tmp_path / "other").graph.num_edges == (3 if bidirected else 6)
     assert not caplog.text
+
+
+def test_edges_that_may_have_another_meaning_are_noted(tmp_path):
+    (note,) = read(tmp_path, "0,1\n0,1\n1,0\n", "a.csv").notes
+    assert "the first line of a.csv, 0,1, is read as an edge" in note
+    np.save(tmp_path / "x.npy", np.eye(3))
+    (note,) = read(tmp_path, "1 2\n2 1\n", options='[nodes]\nfeatures = "x.npy"').notes
+    assert "if the edges count from 1, add the column id" in note
 
 
 def test_a_table_of_nodes_needs_names_of_columns(tmp_path):

@@ -3,15 +3,13 @@
 import doctest
 import importlib
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 import types
 from pathlib import Path
 
 import pytest
-import triton
+
+from tests.programs import output_of_compiled
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "reference" / "api"
@@ -90,22 +88,10 @@ def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
     assert not output, output
 
 
-def run_with_compiled_kernels(arguments):
-    """Run Python where Triton compiles kernels; it chooses that when it is imported."""
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) != (3, 7):
-        pytest.skip(f"PTX of Triton {triton.__version__} is not executed")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
-    run = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-
-
 @pytest.mark.compiled
 def test_the_examples_of_compiled_kernels_run():
     run = "import sys; from tests.docs.test_reference import run_examples as run"
-    run_with_compiled_kernels(["-c", f"{run}; sys.exit(run('testing') or 0)"])
+    output_of_compiled("-c", f"{run}; sys.exit(run('testing') or 0)", PYTHONPATH=str(ROOT))
 
 
 @pytest.mark.compiled
@@ -115,4 +101,4 @@ def test_the_code_of_the_guide_to_compiled_kernels_runs(tmp_path):
     # Triton reads the source of a kernel from its file
     (tmp_path / "guide.py").write_text("\n".join(blocks))
     assert len(blocks) == 6
-    run_with_compiled_kernels(["-W", "error", tmp_path / "guide.py"])
+    output_of_compiled("-W", "error", tmp_path / "guide.py", PYTHONPATH=str(ROOT))

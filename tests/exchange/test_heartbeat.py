@@ -9,7 +9,6 @@ import subprocess
 import threading
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -33,6 +32,7 @@ from gcnzc.exchange import (
     init_group,
     run,
 )
+from gcnzc.exchange.errors import Cause
 from gcnzc.exchange.heartbeat import (
     Heartbeat,
     HeartbeatMonitor,
@@ -109,7 +109,7 @@ def beat_together(monitor, store, stopped, monkeypatch):
     write, beats = monitor.write, itertools.count(1)
 
     def write_all():
-        text = json.dumps([beat := next(beats), 5, "training", "there", ""])
+        text = json.dumps(Heartbeat(beat := next(beats), 5, "training", "there"))
         ranks = [rank for rank in range(1, monitor.world_size) if rank not in stopped or beat == 1]
         store.multi_set([f"gcnzc/alive/{rank}" for rank in ranks], [text] * len(ranks))
         write()
@@ -124,7 +124,7 @@ def test_with_a_slow_store_only_stopped_ranks_are_reported_and_no_launcher_is_en
 ):
     with served() as (store, port):
         proxy = Proxy(port, delay_s)
-        monitor = HeartbeatMonitor(connected(proxy.port), 0, world_size, "here")
+        monitor = HeartbeatMonitor(connected(proxy.port), 0, world_size)
         beat_together(monitor, store, {world_size - 2}, monkeypatch)
         monitor.set_status(5, "training")
         why = monitor.describe_failure().text
@@ -140,14 +140,12 @@ def test_with_a_slow_store_only_stopped_ranks_are_reported_and_no_launcher_is_en
 def test_a_rank_without_a_network_reports_it_in_time_and_ends_its_launcher(launcher):
     with served() as (_, port):
         proxy = Proxy(port, 0.0)
-        monitor = HeartbeatMonitor(
-            connected(proxy.port), 0, 2, "here", StoreHost("rank 1", NOWHERE)
-        )
+        monitor = HeartbeatMonitor(connected(proxy.port), 0, 2, StoreHost("rank 1", NOWHERE))
         proxy.is_cut_off = True
         began = time.monotonic()
         why = monitor.describe_failure().text
         assert "the network of this machine has failed" in why
-        monitor.stop(why)
+        monitor.stop(Cause(why))
         # and not when requests to the store end
         assert time.monotonic() - began < HANG_S
     # ended by SIGTERM, after the rank has printed the reason
@@ -180,9 +178,8 @@ def test_no_launcher_is_ended_if_the_store_can_be_reached(launcher):
         }
 
         def diagnose(case):
-            monitor = HeartbeatMonitor(
-                connected(proxies[case].port), 0, 2, "here", store_hosts.get(case)
-            )
+            store = connected(proxies[case].port)
+            monitor = HeartbeatMonitor(store, 0, 2, store_hosts.get(case))
             proxies[case].is_cut_off = True
             found[case] = monitor.describe_failure().text
             monitor.stop()
@@ -208,7 +205,7 @@ def test_only_a_process_that_a_launcher_started_ends_with_its_parent(has_launche
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
     killed = threading.Event()
     monkeypatch.setattr(os, "kill", lambda *_: killed.set())
-    monitor = HeartbeatMonitor(HashStore(), 0, 2, "here")
+    monitor = HeartbeatMonitor(HashStore(), 0, 2)
     parent = os.getppid()
     monkeypatch.setattr(os, "getppid", lambda: parent + 1)
     before = monitor.beat
@@ -253,8 +250,9 @@ def test_a_message_that_cannot_be_started_is_a_lost_worker(monkeypatch):
 
 
 def test_the_first_cause_is_named_instead_of_the_ranks_that_it_ended():
-    first = Heartbeat(3, 2, "training", "here", "ValueError: no such file")
-    followed = Heartbeat(3, 2, "training", "here", "rank 2 on here ended: out of memory", True)
+    first = Heartbeat(3, 2, "training", "here", Cause("ValueError: no such file"))
+    follow_up = Cause("rank 2 on here ended: out of memory", is_follow_up=True)
+    followed = Heartbeat(3, 2, "training", "here", follow_up)
     text = describe_stopped_ranks(0, 2, range(3), {}, {1: followed, 2: first}).text
     assert text == "rank 2 on here ended: ValueError: no such file"
     # rank 2 is not a member of this subgroup
@@ -262,17 +260,16 @@ def test_the_first_cause_is_named_instead_of_the_ranks_that_it_ended():
     assert text == "rank 2 on here ended: out of memory"
 
 
-@pytest.mark.parametrize("global_ranks", [None, [3, 5]])
+@pytest.mark.parametrize("global_ranks", [[0, 1], [3, 5]])
 def test_a_rank_that_ended_because_this_one_was_slow_is_named(global_ranks):
-    own, other = global_ranks or (0, 1)
+    own, other = global_ranks
     behind = {0: Heartbeat(3, 60, "training", "here"), 1: Heartbeat(3, 100, "training", "here")}
-    after = {rank: replace(each, beat=6) for rank, each in behind.items()}
-    cause = describe_stopped_ranks(1, 100, range(2), behind, after, global_ranks)
+    after = {rank: each._replace(beat=6) for rank, each in behind.items()}
+    cause = describe_stopped_ranks(1, 100, global_ranks, behind, after)
     assert "is running and still in step 60" in cause.text
-    assert cause.is_found
-    assert cause.ranks == [own]
-    after[1] = replace(after[1], end_reason=cause.text, is_follow_up=True, reason_ranks=[own])
-    found = describe_stopped_ranks(0, 100, range(2), behind, after, global_ranks)
+    assert (cause.is_follow_up, cause.ranks) == (True, [own])
+    after[1] = after[1]._replace(end=cause)
+    found = describe_stopped_ranks(0, 100, global_ranks, behind, after)
     assert found.text.startswith(f"rank {other} ")
     assert found.text.endswith(f"on here ended, because {cause.text}")
     assert found.ranks == [other, own]

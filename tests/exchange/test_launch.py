@@ -1,7 +1,6 @@
 """Invalid environment variables and time limits, before the workers connect."""
 
 import math
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -14,14 +13,14 @@ LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, "a", None, 1e300, 0, -1, 1e-6, True])
 def test_an_invalid_time_limit_is_an_error_with_one_rank(seconds):
-    expected = r"timeout_s=.* of a group is invalid\n\nhint: .* from 0.001 to 1e"
-    with pytest.raises(ValueError, match=expected):
+    expected = r"timeout_s is .*\n\nhint: .* from 0.001 to 1e"
+    with pytest.raises((TypeError, ValueError), match=expected):
         Group(timeout_s=seconds)
-    with pytest.raises(ValueError, match=expected), init_group(timeout_s=seconds):
+    with pytest.raises((TypeError, ValueError), match=expected), init_group(timeout_s=seconds):
         pass
 
 
-@pytest.mark.parametrize("seconds", [np.int64(60), np.float32(60), np.float64(60), Fraction(60)])
+@pytest.mark.parametrize("seconds", [np.int64(60), np.float32(60), np.float64(60)])
 def test_a_time_limit_of_numpy_is_a_number(seconds):
     assert type(Group(timeout_s=seconds).timeout_s) is float
     with init_group(timeout_s=seconds) as group:

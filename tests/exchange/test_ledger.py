@@ -5,14 +5,16 @@ from contextlib import suppress
 
 import pytest
 
-from gcnzc.exchange import Ledger, request_log
+from gcnzc.exchange import Ledger, engine
 
 
-@pytest.mark.parametrize("begin", [lambda each: each.count("Sum"), lambda each: each.add("Sum", 8)])
+@pytest.mark.parametrize(
+    "begin", [lambda each: each.add("Sum", requests=1), lambda each: each.add("Sum", 8, 1)]
+)
 def test_a_kind_that_two_threads_count_first_has_one_entry(begin, monkeypatch):
     both = threading.Barrier(2)
 
-    class SlowEntry(request_log.Entry):
+    class SlowEntry(engine.Entry):
         """An entry that takes long to create."""
 
         def __init__(self):
@@ -21,7 +23,7 @@ def test_a_kind_that_two_threads_count_first_has_one_entry(begin, monkeypatch):
                 both.wait(0.2)
             super().__init__()
 
-    monkeypatch.setattr(request_log, "Entry", SlowEntry)
+    monkeypatch.setattr(engine, "Entry", SlowEntry)
     counted = Ledger()
     threads = [threading.Thread(target=begin, args=[counted]) for _ in range(2)]
     for thread in threads:

@@ -25,7 +25,7 @@ from gcnzc.exchange import (
     lockstep,
     run,
 )
-from gcnzc.exchange.request_log import Entry
+from gcnzc.exchange.engine import Entry
 from gcnzc.exchange.requests import MAX_KEY_BYTES
 
 STORE_S = 0.01

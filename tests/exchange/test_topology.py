@@ -3,23 +3,28 @@ import numpy as np
 import pytest
 
 from gcnzc.exchange.topology import (
+    GRAPHS,
     NEVER,
     bandwidth_matching,
     bottleneck_threshold,
     check_graph,
     color_edges,
-    complete,
-    exponential,
     inverse_connectivity,
-    is_connected,
     laplacian,
     maximal_resistance,
     maximum_matching,
     metropolis_weights,
     neighbors,
     regular,
-    ring,
 )
+
+ring, exponential, complete = GRAPHS.values()
+
+
+def is_connected(world_size, edges):
+    graph = networkx.Graph(edges)
+    graph.add_nodes_from(range(world_size))
+    return networkx.is_connected(graph)
 
 
 def is_matching(edges):

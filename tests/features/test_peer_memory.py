@@ -81,6 +81,9 @@ def test_peer_access_is_enabled_for_all_pairs_before_rows_are_copied(monkeypatch
     pairs = [(3, 1), (3, 2), (1, 3), (1, 2), (2, 3), (2, 1)]
     assert driver.calls == [("enable_peer", *pair) for pair in pairs]
     assert copied == devices[:1]
+    driver = FakePeers({"enable_peer": 217})
+    with pytest.raises(RuntimeError, match=r"cuda:3 cannot read .* cuda:1: CUDA_ERROR_NUMBER"):
+        peer_memory.make_sharded_rows(rows_of(), torch.arange(5), devices, driver)
 
 
 @pytest.mark.parametrize("far", [(0, 1), (1, 0)])

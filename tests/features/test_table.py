@@ -148,10 +148,11 @@ def test_invalid_codes_and_scales_are_rejected():
         FeatureTable.quantized(torch.full((3, 4), 1e39, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("make", [lambda rows: rows, sparse])
-def test_gathers_return_the_rows(make):
+@pytest.mark.parametrize(("make", "num_bytes"), [(lambda rows: rows, 1800), (sparse, 5808)])
+def test_gathers_return_the_rows(make, num_bytes):
     rows = torch.randn(50, 9)
     table = FeatureTable(make(rows))
+    assert f"{num_bytes} bytes" in repr(table)
     ids = torch.tensor([3, 3, 49, 0])
     out = torch.empty(4, 9)
     assert torch.equal(table.gather(ids), rows[ids])

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import traceback
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,7 +73,7 @@ CASES = [
 ]
 
 
-def damaged(folder: Path, file: str, damage: str):
+def damaged(folder, file, damage):
     """Change one value in the middle of a file; undo that at the end."""
     path = folder / file
     before = path.read_bytes()
@@ -96,7 +95,7 @@ def damaged(folder: Path, file: str, damage: str):
     return undone()
 
 
-def outcome_of(entry: str, data: Path, run: Path, out: Path) -> tuple[int, str]:
+def outcome_of(entry, data, run, out):
     """The exit status and the messages of a command, or of a function's error."""
     written = io.StringIO()
     if entry in COMMANDS:
@@ -113,7 +112,7 @@ def outcome_of(entry: str, data: Path, run: Path, out: Path) -> tuple[int, str]:
     return 0, ""
 
 
-def write_outcomes(folder: Path) -> None:
+def write_outcomes(folder):
     """Run all cases in this process, and write a line for each."""
     torch.set_num_threads(1)
     for number, (file, damage, entry) in enumerate(CASES):

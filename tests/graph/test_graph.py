@@ -7,6 +7,7 @@ import torch
 
 from gcnzc.graph.graph import Graph
 from gcnzc.interop.dgl import import_dgl
+from gcnzc.sampling import Sampler
 
 RNG = np.random.default_rng(0)
 NUM_NODES = 300
@@ -132,6 +133,8 @@ def test_arrays_of_wrong_shapes_or_dtypes_are_rejected(indices, message):
 def test_check_false_skips_the_checks():
     graph = Graph(torch.tensor([0, 1]), torch.tensor([7], dtype=torch.int32), check=False)
     assert graph.indices.tolist() == [7]
+    with pytest.raises(ValueError, match=r"node 0 has the in-neighbours \[7\](.|\n)*hint: "):
+        Sampler(graph, [1]).sample(torch.tensor([0]), 0)
 
 
 @pytest.mark.parametrize("idtype", [torch.int32, torch.int64])

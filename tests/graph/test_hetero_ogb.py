@@ -1,18 +1,12 @@
-"""Heterogeneous graphs in OGB's layout, against the `ogb` package in both directions."""
+"""Heterogeneous graphs in OGB's layout; `datasets/test_ogb_saver.py` has the `ogb` package."""
 
 import gzip
-import importlib.util
-import json
 import shutil
-import subprocess
-import sys
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
-from limits import HANG_S
-from ogb_programs import IMPORT_OGB
+from hetero_graphs import assert_same_graph
 
 from gcnzc.datasets import ogb_hetero_write
 from gcnzc.datasets.ogb_hetero import OgbHetero
@@ -65,26 +59,6 @@ def build(given):
     )
 
 
-def assert_same(found, graph):
-    assert found.metadata() == graph.metadata()
-    for each in graph.node_types:
-        mine, theirs = graph.nodes(each), found.nodes(each)
-        assert mine.num_nodes == theirs.num_nodes
-        assert mine.split.keys() == theirs.split.keys()
-        for what in ("features", "labels", "time"):
-            one, other = getattr(mine, what), getattr(theirs, what)
-            assert (one is None) == (other is None), what
-            assert one is None or torch.equal(one, other), what
-        assert all(torch.equal(mine.split[part], theirs.split[part]) for part in mine.split)
-    for each in graph.edge_types:
-        mine, theirs = graph.edges(each), found.edges(each)
-        assert torch.equal(mine.edge_index(), theirs.edge_index())
-        for what in ("indptr", "indices", "features", "time", "weight"):
-            one, other = getattr(mine, what), getattr(theirs, what)
-            assert (one is None) == (other is None), what
-            assert one is None or torch.equal(one, other), what
-
-
 BOTH_FORMS = pytest.mark.parametrize("binary", [False, True], ids=["csv", "binary"])
 
 
@@ -92,11 +66,37 @@ BOTH_FORMS = pytest.mark.parametrize("binary", [False, True], ids=["csv", "binar
 def test_a_graph_is_read_back(tmp_path, binary):
     graph = build(drawn())
     graph.to_ogb(tmp_path / "a", binary=binary, split_name="time", num_classes=9)
-    assert_same(HeteroGraph.from_ogb(tmp_path / "a"), graph)
+    assert_same_graph(HeteroGraph.from_ogb(tmp_path / "a"), graph)
     opened = OgbHetero(tmp_path / "a")
     assert (opened.name, opened.num_classes, opened.split_name) == ("mine", 9, "time")
+    assert OgbHetero(tmp_path / "a", "ogbn-mag").name == "ogbn-mag"
+    assert ogb_hetero_write.meta_dict(tmp_path / "a")["is hetero"] == "True"
+    # the split in one file
+    split = {part: {"paper": ids} for part, ids in drawn()["split"].items()}
+    torch.save(split, tmp_path / "a/split/time/split_dict.pt")
+    shutil.rmtree(tmp_path / "a/split/time/paper")
+    assert_same_graph(HeteroGraph.from_ogb(tmp_path / "a"), graph)
     with pytest.raises(FileExistsError, match="already exists"):
         graph.to_ogb(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "edges", "words"),
+    [
+        ({"a/b": {"labels": [0]}}, {}, "the type 'a/b' cannot be part of the name of a file"),
+        ({"a": 3}, {}, "no node type has labels"),
+        ({"a": {"labels": [0, 1]}}, {}, "the splits have the node types"),
+        (
+            {"a": {"labels": [0, 1, 2], "split": {"train": [0], "val": [1], "test": [2]}}},
+            {("a", "r", "a"): np.empty((2, 0), int)},
+            "has no edges, which OGB cannot read from a csv.gz",
+        ),
+    ],
+)
+def test_graphs_that_the_layout_cannot_hold_are_rejected(tmp_path, nodes, edges, words):
+    with pytest.raises(ValueError, match=words + "(.|\n)*\n\nhint: "):
+        HeteroGraph.from_arrays(nodes, edges).to_ogb(tmp_path / "a", binary=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_reverse_edge_types(tmp_path):
@@ -114,170 +114,6 @@ def test_reverse_edge_types(tmp_path):
         by_id = torch.empty_like(getattr(back, values))
         by_id[ids] = getattr(back, values)
         assert (by_id.numpy() == drawn()[values]).all()
-
-
-# against the package
-
-THEIRS = (
-    IMPORT_OGB
-    + """
-for path in sorted(here.glob("ours-*")) + [here / "mag"]:
-    read = NodePropPredDataset("x", meta_dict=json.loads((path / "meta_dict.json").read_text()))
-    graph, labels = read[0]
-    arrays = {}
-    for name, by_type in graph.items():
-        for key, value in (by_type or {}).items():
-            key = key if isinstance(key, str) else "___".join(key)
-            arrays[f"{name}:{key}"] = np.asarray(value)
-    arrays |= {f"label:{key}": value for key, value in labels.items()}
-    for part, by_type in read.get_idx_split().items():
-        arrays |= {f"{part}:{key}": value for key, value in by_type.items()}
-    np.savez(here / f"read-{path.name}.npz", num_classes=read.num_classes, **arrays)
-given = dict(np.load(here / "given.npz"))
-saver = DatasetSaver("ogbn-theirs", is_hetero=True, version=1)
-of_edges = [key for key in given if key.startswith("edge:")]
-types_of = {tuple(key[5:].split("___")): given[key] for key in of_edges}
-saver.save_graph_list([{
-    "edge_index_dict": types_of,
-    "num_nodes_dict": {"author": 7, "paper": 30},
-    "node_feat_dict": {"paper": given["features"]},
-    "node_year_dict": {"paper": given["year"][:, None]},
-    "edge_time_dict": {("paper", "cites", "paper"): given["time"][:, None]},
-}])
-saver.save_target_labels({"paper": given["labels"][:, None]})
-saver.save_split({part: {"paper": given[part]} for part in ("train", "valid", "test")}, "time")
-Path("mapping").mkdir()
-Path("mapping/README.md").write_text("Papers.")
-saver.copy_mapping_dir("mapping")
-saver.save_task_info("multiclass classification", "acc", num_classes=6)
-saver.get_meta_dict()
-"""
-)
-
-
-def write_mag(path, given):
-    """Write files as those of ogbn-mag, with pandas."""
-
-    def table(name, values, header=False):
-        file = path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        pd.DataFrame(values).to_csv(file, header=header, index=False, compression="gzip")
-
-    table("raw/num-node-dict.csv.gz", {each: [size] for each, size in SIZES.items()}, True)
-    table("raw/triplet-type-list.csv.gz", [WRITES, CITES])
-    for number, (each, ends) in enumerate(given["edges"].items()):
-        folder = f"raw/relations/{'___'.join(each)}"
-        table(f"{folder}/edge.csv.gz", ends.T)
-        table(f"{folder}/num-edge-list.csv.gz", [[ends.shape[1]]])
-        table(f"{folder}/edge_reltype.csv.gz", np.full((ends.shape[1], 1), number))
-    table("raw/node-feat/paper/node-feat.csv.gz", given["features"])
-    table("raw/node-feat/paper/node_year.csv.gz", given["year"][:, None])
-    table("raw/nodetype-has-label.csv.gz", {"author": [False], "paper": [True]}, True)
-    table("raw/node-label/paper/node-label.csv.gz", given["labels"][:, None])
-    table("split/time/nodetype-has-split.csv.gz", {"author": [False], "paper": [True]}, True)
-    for part, ids in given["split"].items():
-        table(f"split/time/paper/{part}.csv.gz", ids[:, None])
-    (path / "processed").mkdir()
-    (path / "RELEASE_v2.txt").write_text("# Release note for ogbn-mag\n\n### v2\n")
-
-
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory):
-    if importlib.util.find_spec("ogb") is None:
-        pytest.skip("ogb is not installed")
-    here = tmp_path_factory.mktemp("ogb")
-    for name, binary in (("csv", False), ("binary", True)):
-        path = here / f"ours-{name}"
-        build(drawn(1)).to_ogb(path, binary=binary, split_name="time", num_classes=6)
-        meta = ogb_hetero_write.meta_dict(path)
-        (path / "meta_dict.json").write_text(json.dumps(meta))
-    write_mag(here / "mag", drawn(2))
-    meta |= {
-        "binary": "False",
-        "version": 2,
-        "dir_path": str(here / "mag"),
-        "additional node files": "node_year",
-        "additional edge files": "edge_reltype",
-    }
-    (here / "mag/meta_dict.json").write_text(json.dumps(meta))
-    given = drawn(3)
-    arrays = {f"edge:{'___'.join(each)}": ends for each, ends in given["edges"].items()}
-    arrays |= {each: given[each] for each in ("features", "labels", "year", "time")}
-    np.savez(here / "given.npz", **arrays, **given["split"])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", THEIRS, str(here)],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
-    assert done.returncode == 0, done.stderr
-    return here
-
-
-def assert_read(read, given):
-    for each, ends in given["edges"].items():
-        assert (read[f"edge_index_dict:{'___'.join(each)}"] == ends).all()
-    for each, size in SIZES.items():
-        assert read[f"num_nodes_dict:{each}"] == size
-    assert (read["node_feat_dict:paper"] == given["features"]).all()
-    assert (read["label:paper"][:, 0] == given["labels"]).all()
-    for part, ids in given["split"].items():
-        assert (read[f"{part}:paper"] == ids).all()
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("form", ["csv", "binary"])
-def test_ogb_reads_what_is_written(theirs, form):
-    given = drawn(1)
-    with np.load(theirs / f"read-ours-{form}.npz") as read:
-        assert_read(read, given)
-        # OGB keys additional files of csv datasets by the name of the file
-        suffix = "_dict" if form == "binary" else ""
-        assert read["num_classes"] == 6
-        assert (read[f"node_time{suffix}:paper"][:, 0] == given["year"]).all()
-        cites, writes = "___".join(CITES), "___".join(WRITES)
-        assert (read[f"edge_time{suffix}:{cites}"][:, 0] == given["time"]).all()
-        assert (read[f"edge_weight{suffix}:{writes}"][:, 0] == given["weight"]).all()
-        # from csv, OGB 1.3.6 takes the rows of edge features from the number of edges on: none
-        if form == "binary":
-            assert (read[f"edge_feat_dict:{cites}"] == given["edge_features"]).all()
-
-
-@pytest.mark.processes
-def test_files_like_those_of_ogbn_mag_are_read_as_ogb_reads_them(theirs):
-    given = drawn(2)
-    graph = HeteroGraph.from_ogb(theirs / "mag")
-    with np.load(theirs / "read-mag.npz") as read:
-        assert_read(read, given)
-        for each in (WRITES, CITES):
-            own = graph.edges(each).edge_index().numpy()
-            assert (own == read[f"edge_index_dict:{'___'.join(each)}"]).all()
-        paper = graph.nodes("paper")
-        assert (paper.features.numpy() == read["node_feat_dict:paper"]).all()
-        assert (paper.time.numpy() == read["node_year:paper"][:, 0]).all()
-        assert (paper.labels.numpy() == read["label:paper"][:, 0]).all()
-        assert all((paper.split[part].numpy() == read[f"{part}:paper"]).all() for part in PARTS)
-    opened = OgbHetero(theirs / "mag", "ogbn-mag")
-    assert (opened.name, opened.num_classes, opened.split_name) == ("ogbn-mag", 349, "time")
-    # the name in the release file is that of another dataset, with other sizes
-    assert OgbHetero(theirs / "mag").num_classes is None
-
-
-@pytest.mark.processes
-def test_what_ogb_writes_is_read(theirs):
-    given = drawn(3)
-    path = theirs / "submission_ogbn_theirs/theirs"
-    graph = HeteroGraph.from_ogb(path)
-    paper, cites = graph.nodes("paper"), graph.edges(CITES)
-    for each in (WRITES, CITES):
-        assert (graph.edges(each).edge_index().numpy() == given["edges"][each]).all()
-    assert (paper.features.numpy() == given["features"]).all()
-    assert (paper.labels.numpy() == given["labels"]).all()
-    assert (paper.time.numpy() == given["year"]).all()
-    assert all((paper.split[part].numpy() == given["split"][part]).all() for part in PARTS)
-    order = torch.arange(50) if cites.edge_ids is None else cites.edge_ids
-    assert (cites.time.numpy() == given["time"][order.numpy()]).all()
-    assert OgbHetero(path).num_classes == 6
 
 
 # prepared folders
@@ -364,6 +200,7 @@ EDGES = "raw/relations/paper___cites___paper/edge"
         ("raw/num-node-dict", "author,paper\n7,30\n8,31\n", r"has the numbers \[7, 8\]"),
         ("raw/num-node-dict", "author,paper\n7,29\n", r"has the node 29|29 nodes"),
         ("raw/triplet-type-list", "paper,cites\n", "has 2 columns, not 3"),
+        ("raw/triplet-type-list", "a,b,c\nd\n", "its lines have different numbers of columns"),
         ("raw/triplet-type-list", "paper,cites,book\n", "no file|'book'"),
         (EDGES, "0,1\n", "has 1 edges, but the stored number of edges is 50"),
         (EDGES, "0,30\n" * 50, "cites.* edge 0 has the node 30, but nodes are 0 to 29"),

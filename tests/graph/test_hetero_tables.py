@@ -1,4 +1,4 @@
-"""Labels and splits of graphs from tables: columns, times, folders, and what is named."""
+"""Graphs from tables: keys, labels, splits, times, folders, and what is named."""
 
 from decimal import Decimal
 
@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from hetero_graphs import assert_same_graph
 
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.graph.hetero.tables import Table
@@ -32,12 +33,73 @@ DAYS = pd.DatetimeIndex(
 ORDERS = pd.DataFrame({"user": [7, 9, 9, 5, 8], "date": DAYS, "day": [1, 5, 6, 9, 0]})
 
 
-def build(users=USERS, orders=ORDERS, time="date", **options):
+def build(
+    users=USERS, orders=ORDERS, time="date", key="id", refers="user", features=("age",), **options
+):
     tables = {
-        "user": Table(users, "id", features=["age"]),
-        "order": Table(orders, foreign_keys={"user": "user"}, time=time),
+        "user": Table(users, key, features=features),
+        "order": Table(orders, foreign_keys={"user": refers}, time=time),
     }
     return HeteroGraph.from_tables(tables, **options)
+
+
+def test_from_tables():
+    orders = ORDERS.assign(user=[7, None, 9, 5, 8], date=DAYS + pd.Timedelta("500ms"))
+    graph = build(orders=orders)
+    forward, reverse = ("order", "f2p_user", "user"), ("user", "rev_f2p_user", "order")
+    assert graph.edge_types == [forward, reverse]
+    assert graph.edges(forward).edge_index().tolist() == [[0, 2, 3, 4], [0, 1, 3, 2]]
+    assert graph.edges(reverse).edge_index().tolist() == [[0, 1, 3, 2], [0, 2, 3, 4]]
+    # fractions of a second are rounded up: an order is not visible before its time
+    assert graph.nodes("order").time.tolist() == [int(day.timestamp()) + 1 for day in DAYS]
+    assert graph.nodes("user").features.flatten().tolist() == [1, 2, 3, 4]
+    assert build(reverse=False).edge_types == [forward]
+    with pytest.raises(TypeError, match=r"tables is .*, not a dict of tables by name"):
+        HeteroGraph.from_tables([USERS, ORDERS])
+
+
+def test_rows_are_nodes_for_keys_of_any_type_and_any_index():
+    users = USERS.assign(id=[f"u{key}" for key in USERS["id"]]).set_axis(range(100, 104))
+    orders = pd.DataFrame({"user": users["id"].tolist()[::-1]}, index=[7] * len(users))
+    graph = build(users, orders, time=None)
+    assert graph.nodes("user").features[:, 0].tolist() == users["age"].tolist()
+    assert graph.edges("f2p_user").edge_index().tolist() == [[0, 1, 2, 3], [3, 2, 1, 0]]
+
+
+def test_from_tables_of_relbench():
+    class RelTable:
+        def __init__(self, df, pkey_col, fkeys, time_col):
+            self.df, self.pkey_col, self.time_col = df, pkey_col, time_col
+            self.fkey_col_to_pkey_table = fkeys
+
+    theirs = {
+        "user": RelTable(USERS, "id", {}, None),
+        "order": RelTable(ORDERS, None, {"user": "user"}, "date"),
+    }
+    found = HeteroGraph.from_tables(theirs)
+    assert_same_graph(found, build(features=()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"key": None}, "'user', which has no primary key"),
+        ({"refers": "client"}, "refers to the table 'client'"),
+        ({"users": USERS.iloc[[0, 0, 2]]}, "'id' of table 'user' has 7 twice"),
+        ({"users": USERS.iloc[:3]}, "'user' of table 'order' is 5.* in row 3"),
+        ({"users": USERS.replace(2.0, np.nan)}, "'age' of table .* NaN in row 1"),
+        *(
+            (
+                {"orders": ORDERS.assign(user=[7.0, None, key, 9, 9])},
+                "in row 2, which is not an exact integer",
+            )
+            for key in (1.5, 1e300, float("inf"), 2.0**53)
+        ),
+    ],
+)
+def test_wrong_tables_are_rejected_with_a_message_that_names_them(options, message):
+    with pytest.raises(ValueError, match=message):
+        build(**options)
 
 
 def labels(column, frame=USERS):
@@ -127,6 +189,11 @@ def test_a_folder_keeps_labels_and_splits_and_trains(tmp_path):
         (
             {"labels": {"user": "score"}, "users": USERS.assign(score=[0.5, np.inf, 1, 2])},
             "labels of node type 'user': node 1 has the label inf",
+        ),
+        ({"users": USERS.assign(age=list("abcd"))}, "column 'age' of table 'user' has .*not num"),
+        (
+            {"labels": {"user": "score"}, "users": USERS.assign(score=np.nan)},
+            "column 'score' of table 'user' has no labels: all 4 values are missing",
         ),
         (
             {"users": USERS.assign(age=[1, 2, 3, 1e300])},

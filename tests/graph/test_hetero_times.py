@@ -119,3 +119,4 @@ def test_an_integer_that_could_be_a_date_is_no_time(unit):
         assert parse_times([text], None)[0].tolist() == [int(text)]
         assert parse_times([text], None)[1] is None
         assert parse_times([f"{text}{unit}"], None)[1] == 0
+    assert "times of the graph are plain integers" in str(describe_wrong_time("x", "x", None))

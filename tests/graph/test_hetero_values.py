@@ -70,9 +70,10 @@ SPARSE = torch.tensor([[0.0, 2.0, 0.0], [1.0, 0.0, 3.0]])
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
-@pytest.mark.parametrize("kind", ["csr_matrix", "csc_matrix", "coo_array", "dok_matrix"])
-def test_features_may_be_scipy_matrices(kind, tmp_path):
-    matrix = getattr(scipy.sparse, kind)(SPARSE.numpy())
+@pytest.mark.parametrize("kind", ["csr_matrix", "csc_matrix", "coo_array", "dok_matrix", "torch"])
+def test_features_may_be_sparse_matrices(kind, tmp_path):
+    is_torch = kind == "torch"
+    matrix = SPARSE.to_sparse() if is_torch else getattr(scipy.sparse, kind)(SPARSE.numpy())
     graph = graph_of({"features": matrix})
     graph.save(tmp_path / "g")
     for own in (graph, HeteroGraph.load(tmp_path / "g")):

@@ -9,6 +9,7 @@ if importlib.util.find_spec("torch_geometric") is None:
     pytest.skip("PyG is not installed", allow_module_level=True)
 
 import gcnzc.interop.pyg as interop_pyg
+from gcnzc import FeatureTable
 from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader
 from gcnzc.interop.pyg.importing import import_pyg
 
@@ -67,6 +68,25 @@ def test_num_neighbors_may_be_pygs_class(data):
     assert torch.equal(plain.e_id, named.e_id)
     with pytest.raises(ValueError, match="does not support num_neighbors by edge type"):
         NeighborLoader(data, NumNeighbors({("a", "to", "b"): [3]}))
+
+
+def test_items_may_have_the_type_none_and_no_other(data):
+    edges = data.edge_index[:, :4]
+    assert NeighborLoader(data, [2], (None, [3, 1])).input_data.node.tolist() == [3, 1]
+    links = LinkNeighborLoader(data, [2], (None, edges)).input_data
+    assert torch.equal(torch.stack([links.row, links.col]), edges)
+    with pytest.raises(ValueError, match="not support types, but input_nodes has 'paper'"):
+        NeighborLoader(data, [2], ("paper", [3, 1]))
+    with pytest.raises(ValueError, match="not support types, but edge_label_index has 'paper'"):
+        LinkNeighborLoader(data, [2], (("paper", "to", "paper"), edges))
+
+
+def test_data_may_have_no_edges_and_tables_replace_attributes(data):
+    table = FeatureTable.quantized(data.x)
+    for batch in NeighborLoader(Data(x=data.x, y=data.x), [2], batch_size=9, tables={"x": table}):
+        assert batch.edge_index.shape == (2, 0)
+        assert torch.equal(batch.x, table.gather(batch.n_id))
+        assert torch.equal(batch.y, data.x[batch.n_id])
 
 
 def test_pygs_layerwise_inference_accepts_the_loader(data):

@@ -42,7 +42,8 @@ def fake(tmp_path, monkeypatch):
 
     yield make
     for name in [name for name in sys.modules if name == "dgl" or name.startswith("dgl.")]:
-        monkeypatch.delitem(sys.modules, name)
+        # `monkeypatch` restores the real one, if it was imported
+        del sys.modules[name]
 
 
 PROGRAM = """
@@ -118,11 +119,14 @@ def test_a_file_of_the_user_that_hides_dgl_is_named(tmp_path, monkeypatch):
 @needs_dgl
 def test_full_neighbourhoods_equal_those_of_gcnzcs_sampler(cora):
     seeds = torch.arange(0, 2000, 7)
-    theirs = DglSampler(cora, [-1, -1]).sample(seeds, 0)
+    sampler = DglSampler(cora, [-1, -1])
+    theirs = sampler.sample(seeds, 0)
     ours = Sampler(cora, [-1, -1]).sample(seeds, 0)
     assert set(theirs.nodes.tolist()) == set(ours.nodes.tolist())
     for mine, other in zip(ours.blocks, theirs.blocks, strict=True):
         assert (mine.num_dst, mine.num_edges) == (other.num_dst, other.num_edges)
+    with pytest.raises(ValueError, match=r"occurs twice in a batch\n\nhint: seeds\.unique\(\)"):
+        sampler.sample(seeds.repeat(2), 0)
 
 
 def test_the_install_hint_depends_on_the_python_version():

@@ -109,6 +109,12 @@ def test_a_dataset_without_features_is_rejected(tmp_path):
         DataModule(data, [3, 3])
 
 
+def test_a_missing_lightning_is_reported(monkeypatch):
+    monkeypatch.setattr("gcnzc.interop.lightning.NAMES", ("no_such_package",))
+    with pytest.raises(ImportError, match="Lightning is not installed\n\nhint: pip install"):
+        import_lightning()
+
+
 def test_the_lightning_package_in_use_is_imported():
     assert import_lightning() is lightning
     with warnings.catch_warnings():

@@ -3,7 +3,7 @@
 import copy
 import importlib.util
 import inspect
-from itertools import accumulate
+import sys
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ if importlib.util.find_spec("torch_geometric") is None:
 from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader, TableStore, importing, minibatches
 
 pyg = importing.import_pyg()
-from pyg_recorded import Recorded  # noqa: E402
+from pyg_recorded import Recorded, assert_equal, assert_same  # noqa: E402
 from torch_geometric.data import Data  # noqa: E402
 from torch_geometric.loader import LinkNeighborLoader as TheirLinks  # noqa: E402
 from torch_geometric.loader import NeighborLoader as TheirNodes  # noqa: E402
@@ -50,34 +50,6 @@ def data():
         table=torch.arange(7),
         num_nodes=NODES,
     )
-
-
-def check(data, batch, num_neighbors):
-    """Attributes are those of the nodes and edges, which are legal, hop by hop."""
-    nodes, edges = batch.n_id, batch.e_id
-    for name in ("x", "y", "train_mask", "cube", "near_index"):
-        assert torch.equal(batch[name], data[name][nodes]), name
-    assert torch.equal(batch.as_array, torch.from_numpy(data.as_array)[nodes])
-    for name in ("edge_attr", "edge_kind"):
-        assert torch.equal(batch[name], data[name][edges]), name
-    assert torch.equal(batch.two_index, data.two_index[:, edges])
-    assert (batch.name, batch.scale, batch.table.tolist()) == ("a graph", 0.5, list(range(7)))
-    assert batch.num_nodes == len(nodes) == len(nodes.unique())
-    assert len(edges) == len(edges.unique())
-    assert batch.edge_index.dtype == torch.int64
-    assert torch.equal(nodes[batch.edge_index], data.edge_index[:, edges])
-    met, seen = ([0, *accumulate(numbers)] for numbers in counts(batch))
-    assert (met[-1], seen[-1]) == (len(nodes), len(edges))
-    in_degrees = torch.bincount(data.edge_index[1], minlength=NODES)
-    for hop, number in enumerate(num_neighbors):
-        src, dst = batch.edge_index[:, seen[hop] : seen[hop + 1]]
-        # the nodes that the hop before met, each once, and what they meet
-        assert bool(((dst >= met[hop]) & (dst < met[hop + 1])).all())
-        assert bool((src < met[hop + 2]).all())
-        degrees = in_degrees[nodes[met[hop] : met[hop + 1]]]
-        kept = degrees if number == -1 else degrees.clamp(max=number)
-        drawn = torch.bincount(dst - met[hop], minlength=met[hop + 1] - met[hop])
-        assert torch.equal(drawn, kept)
 
 
 def counts(batch):
@@ -139,47 +111,45 @@ def test_input_nodes_may_be_ids_masks_or_lists(data):
     assert named([2, 0]).n_id[:2].tolist() == [250, 7]
 
 
-def same(mine, theirs):
-    # what PyG says is None is not told
-    told = {name: value for name, value in theirs.to_dict().items() if value is not None}
-    found = {name: value for name, value in mine.to_dict().items() if value is not None}
-    assert found.keys() == told.keys()
-    for name, value in told.items():
-        if isinstance(value, torch.Tensor):
-            assert found[name].dtype == value.dtype
-            assert torch.equal(found[name], value), name
-        else:
-            assert found[name] == value, name
-    assert (mine.num_nodes, mine.num_edges) == (theirs.num_nodes, theirs.num_edges)
-
-
 def test_fields_equal_those_of_pyg_for_the_same_nodes(data):
     split = copy.copy(data)
     split.edge_label_index, split.edge_label = data.edge_index[:, :5], torch.ones(5)
-    for given in (data, split):
+    # attributes that the loader sets replace those of the data
+    other = copy.copy(data)
+    other.batch, other.input_id = torch.zeros(NODES), torch.zeros(NODES)
+    other.e_id = torch.arange(EDGES) + 5
+    for given in (data, split, other):
         mine = next(iter(NeighborLoader(given, [3, 2], data.train_mask, batch_size=16)))
-        theirs = node_loader.NodeLoader(
-            given, Recorded(mine), input_nodes=data.train_mask, batch_size=16
-        )
-        same(mine, next(iter(theirs)))
-        for sampling in (None, "binary", NegativeSampling("triplet", 2)):
-            links = {"edge_label_index": data.edge_index[:, :100], "neg_sampling": sampling}
-            mine = next(iter(LinkNeighborLoader(given, [3, 2], batch_size=16, **links)))
-            theirs = link_loader.LinkLoader(given, Recorded(mine), batch_size=16, **links)
-            same(mine, next(iter(theirs)))
+        sampled = copy.copy(mine)
+        # PyG takes positions in the graph, not what the data calls them
+        sampled.e_id = mine.e_id - 5 * (given is other)
+        nodes = {"input_nodes": data.train_mask, "batch_size": 16}
+        theirs = node_loader.NodeLoader(given, Recorded(sampled), **nodes)
+        assert_equal(mine, next(iter(theirs)))
 
 
-def test_attributes_that_the_loader_sets_replace_those_of_the_data(data):
-    data = copy.copy(data)
-    data.batch, data.input_id = torch.zeros(NODES), torch.zeros(NODES)
-    data.e_id = torch.arange(EDGES) + 5
-    mine = next(iter(NeighborLoader(data, [3, 2], batch_size=16)))
-    theirs = node_loader.NodeLoader(data, Recorded(mine), batch_size=16)
-    # which takes positions in the graph, not what the data calls them
-    theirs.node_sampler.batch = copy.copy(mine)
-    theirs.node_sampler.batch.e_id = mine.e_id - 5
-    same(mine, next(iter(theirs)))
-    assert mine.input_id.tolist() == list(range(16))
+NEGATIVES = [None, "binary", ("binary", 2.5), ("binary", 0.3), ("triplet", 1), ("triplet", 3)]
+
+
+@pytest.mark.parametrize("neg_sampling", NEGATIVES)
+@pytest.mark.parametrize("first", [None, 0, 1])
+def test_fields_of_links_equal_those_of_pyg_for_the_same_samples(data, neg_sampling, first):
+    if isinstance(neg_sampling, tuple):
+        neg_sampling = NegativeSampling(*neg_sampling)
+    links = {"edge_label_index": data.edge_index[:, :100], "neg_sampling": neg_sampling}
+    is_triplet = neg_sampling is not None and NegativeSampling.cast(neg_sampling).is_triplet()
+    if first is not None and not is_triplet:
+        # those that begin with 0 are shifted, if negatives have label 0
+        links["edge_label"] = torch.arange(100) % 3 + first
+    mine = list(LinkNeighborLoader(data, [3, 2], batch_size=64, **links))
+    theirs = link_loader.LinkLoader(data, Recorded(*mine), batch_size=64, **links)
+    assert_same(mine, theirs)
+
+
+def test_all_edges_are_seeds_if_none_are_named(data):
+    (batch,) = LinkNeighborLoader(data, [1], neg_sampling_ratio=2.0, batch_size=EDGES)
+    assert torch.equal(batch.n_id[batch.edge_label_index][:, :EDGES], data.edge_index)
+    assert batch.edge_label.tolist() == [1.0] * EDGES + [0.0] * (2 * EDGES)
 
 
 # of what PyG uses of `typing`, on Python 3.13
@@ -202,87 +172,10 @@ def test_full_neighbourhoods_give_the_outputs_of_the_whole_graph(data):
             torch.testing.assert_close(out[: batch.batch_size], expected, rtol=1e-12, atol=1e-12)
 
 
-def drawn(loader):
-    return [(batch.n_id.tolist(), batch.e_id.tolist()) for batch in loader]
-
-
-@pytest.mark.parametrize("Loader", [NeighborLoader, LinkNeighborLoader])
-def test_a_resumed_loader_yields_the_same_minibatches(data, Loader):
-    def make(threads, seed=3):
-        sampling = {"neg_sampling": "binary"} if Loader is LinkNeighborLoader else {}
-        kwargs = {"batch_size": 64, "shuffle": True, "seed": seed, "threads": threads}
-        return Loader(data, [3, 2], **kwargs, **sampling)
-
-    whole = make(1)
-    first, second = drawn(whole), drawn(whole)
-    assert first != second
-    loader = make(3)
-    iterator = iter(loader)
-    for _ in range(2):
-        next(iterator)
-    state = loader.state_dict()
-    iterator.close()
-    other = make(2)
-    other.load_state_dict(state)
-    assert drawn(other) == first[2:]
-    assert drawn(other) == second
-    other.set_epoch(0)
-    assert drawn(other) == first
-    assert drawn(make(1, seed=4)) != first
-    with pytest.raises(ValueError, match="seed 3, not 4"):
-        make(1, seed=4).load_state_dict(state)
-    with pytest.raises(ValueError, match="other nodes or edges, or of none"):
-        make(1).load_state_dict({})
-
-
-def test_minibatches_of_links_have_their_labels(data):
-    edges = data.edge_index[:, torch.randperm(EDGES)[:100]]
-    labels = torch.arange(100)
-    loader = LinkNeighborLoader(data, [3, 2], edges, labels, batch_size=32)
-    taken = []
-    for batch in loader:
-        check(data, batch, [3, 2])
-        assert torch.equal(batch.n_id[batch.edge_label_index], edges[:, batch.input_id])
-        assert torch.equal(batch.edge_label, labels[batch.input_id])
-        seeds = batch.num_sampled_nodes[0]
-        assert torch.equal(batch.n_id[:seeds], edges[:, batch.input_id].unique())
-        taken.append(batch.input_id)
-    assert torch.equal(torch.cat(taken), torch.arange(100))
-    # all edges, if none are named
-    assert len(LinkNeighborLoader(data, [3]).dataset) == EDGES
-
-
-@pytest.mark.parametrize("amount", [1, 2.5, 0.3])
-def test_binary_negatives_are_sampled(data, amount):
-    kwargs = {"batch_size": 64, "neg_sampling": NegativeSampling("binary", amount)}
-    for batch in LinkNeighborLoader(data, [2], data.edge_index[:, :100], **kwargs):
-        num_pairs = len(batch.input_id)
-        num_others = int(np.ceil(num_pairs * amount))
-        expected = torch.cat([torch.ones(num_pairs), torch.zeros(num_others)])
-        assert torch.equal(batch.edge_label, expected)
-        pairs = batch.n_id[batch.edge_label_index]
-        assert torch.equal(pairs[:, :num_pairs], data.edge_index[:, batch.input_id])
-        assert pairs.shape == (2, num_pairs + num_others)
-
-
-def test_labels_are_shifted_if_negatives_have_label_0(data):
-    edges, labels = data.edge_index[:, :50], torch.arange(50) % 3
-    ratio = {"batch_size": 50, "neg_sampling_ratio": 2.0}
-    batch = next(iter(LinkNeighborLoader(data, [2], edges, labels, **ratio)))
-    assert torch.equal(batch.edge_label, torch.cat([labels + 1, torch.zeros(100).long()]))
-    batch = next(iter(LinkNeighborLoader(data, [2], edges, labels + 1, **ratio)))
-    assert torch.equal(batch.edge_label, torch.cat([labels + 1, torch.zeros(100).long()]))
-
-
-@pytest.mark.parametrize("amount", [1, 3])
-def test_triplets_are_sampled(data, amount):
-    kwargs = {"batch_size": 64, "neg_sampling": NegativeSampling("triplet", amount)}
-    for batch in LinkNeighborLoader(data, [2], data.edge_index[:, :100], **kwargs):
-        src, dst = data.edge_index[:, batch.input_id]
-        assert torch.equal(batch.n_id[batch.src_index], src)
-        assert torch.equal(batch.n_id[batch.dst_pos_index], dst)
-        assert batch.dst_neg_index.shape == ((len(src), amount) if amount > 1 else (len(src),))
-        assert "edge_label_index" not in batch
+def test_a_failed_import_of_pyg_is_reported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_geometric.sampler", None)
+    with pytest.raises(ImportError, match=r"the import of PyG failed: .*\n\nhint: pip install"):
+        importing.import_pyg()
 
 
 def test_negatives_are_sampled_by_weight(data):
@@ -346,6 +239,7 @@ def test_num_workers_sets_the_number_of_threads(data):
     [
         ({"data": Data(adj_t=object(), num_nodes=3)}, "does not support adj_t"),
         ({"data": Data(edge_index=[[0], [1]], num_nodes=3)}, "edge_index of type list"),
+        ({"data": (EDGE, EDGE)}, "a tuple that is not a pair of stores(.|\n)*hint: .*GraphStore"),
         (
             {"data": Data(edge_index=EDGE, x=torch.rand(2, 2).requires_grad_())},
             "x requires a gradient",

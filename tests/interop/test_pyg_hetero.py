@@ -2,8 +2,6 @@
 
 import copy
 import importlib.util
-import pickle
-from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -14,14 +12,10 @@ from gcnzc import FeatureTable
 if importlib.util.find_spec("torch_geometric") is None:
     pytest.skip("PyG is not installed", allow_module_level=True)
 
-from gcnzc.interop.pyg import (
-    LinkNeighborLoader,
-    NeighborLoader,
-    importing,
-)
+from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader, importing
 
 pyg = importing.import_pyg()
-from pyg_recorded import Recorded  # noqa: E402
+from pyg_recorded import Recorded, assert_equal, assert_same  # noqa: E402
 from torch_geometric import typing as pyg_typing  # noqa: E402
 from torch_geometric.data import HeteroData  # noqa: E402
 from torch_geometric.loader import node_loader  # noqa: E402
@@ -68,35 +62,6 @@ def data():
     return make_data()
 
 
-def check_rows(data, batch):
-    """Attributes are those of the sampled nodes and edges, and other attributes are unchanged."""
-    for name in ("x", "y", "train_mask", "born"):
-        assert torch.equal(batch["user"][name], data["user"][name][batch["user"].n_id]), name
-    items = batch["item"].n_id
-    for name in ("x", "image", "born"):
-        assert torch.equal(batch["item"][name], data["item"][name][items]), name
-    assert torch.equal(batch["item"].price, torch.from_numpy(data["item"].price)[items])
-    assert batch["item"].kinds.tolist() == [0, 1, 2, 3]
-    assert batch["tag"].num_nodes == len(batch["tag"].n_id)
-    assert batch.name == "shop"
-    assert "num_nodes" not in batch["user"]
-    for edge_type in data.edge_types:
-        own = batch[edge_type]
-        if "e_id" not in own:
-            continue
-        assert torch.equal(ends(batch, edge_type), data[edge_type].edge_index[:, own.e_id])
-    if "e_id" in batch[BUYS]:
-        edges = batch[BUYS].e_id
-        assert torch.equal(batch[BUYS].edge_attr, data[BUYS].edge_attr[edges])
-        assert torch.equal(batch[BUYS].pair_index, data[BUYS].pair_index[:, edges])
-
-
-def ends(batch, edge_type):
-    """The sources and destinations of a minibatch's edges, as node ids of the data."""
-    src, dst = batch[edge_type].edge_index
-    return torch.stack([batch[edge_type[0]].n_id[src], batch[edge_type[2]].n_id[dst]])
-
-
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -104,6 +69,7 @@ def ends(batch, edge_type):
         {"disjoint": True},
         {"subgraph_type": "bidirectional"},
         {"subgraph_type": "induced"},
+        {"directed": False},
         {"time_attr": "born", "input_time": torch.full((USERS,), 9, dtype=torch.int32)},
     ],
 )
@@ -113,170 +79,58 @@ def test_fields_equal_those_of_pyg_for_the_same_nodes(data, sampling):
     if times is not None:
         sampling["input_time"] = times = times[: int(nodes[1].sum())]
     data["user"].n_id = torch.arange(USERS)
-    mine = next(iter(NeighborLoader(data, [3, 2], nodes, batch_size=8, **sampling)))
+    mine = list(NeighborLoader(data, [3, 2], nodes, batch_size=8, **sampling))
     theirs = node_loader.NodeLoader(
-        data, Recorded(mine), input_nodes=nodes, input_time=times, batch_size=8
+        data, Recorded(*mine), input_nodes=nodes, input_time=times, batch_size=8
     )
-    theirs = next(iter(theirs))
-    assert mine.metadata() == theirs.metadata()
-    for store in [mine._global_store, *mine.node_stores, *mine.edge_stores]:
-        other = theirs[store._key] if store._key is not None else theirs._global_store
-        assert set(store.keys()) == set(other.keys()), store._key
-        for name, value in other.items():
-            if isinstance(value, torch.Tensor):
-                assert store[name].dtype == value.dtype, name
-                assert torch.equal(store[name], value), name
-            else:
-                assert store[name] == value, name
+    for batch, other in zip(mine, theirs, strict=True):
+        assert batch.metadata() == other.metadata()
+        assert_equal(batch, other)
 
 
 @pytest.mark.parametrize(
-    "num_neighbors",
+    ("num_neighbors", "same"),
     [
-        [4, 3],
-        [-1, 2, 1],
-        {BUYS: [3, 3], BOUGHT: [2, 2], HAS: [0, 5], LIKES: [-1, 1]},
-        {"buys": [3, 3], "default": [2, 1]},
-        NumNeighbors({BUYS: [1, 2]}, default=[2, 2]),
-        NumNeighbors([2, 2]),
+        ([4, 3], NumNeighbors([4, 3])),
+        (
+            {"buys": [3, 3], "default": [2, 1]},
+            {BUYS: [3, 3], BOUGHT: [2, 1], HAS: [2, 1], LIKES: [2, 1]},
+        ),
+        (
+            NumNeighbors({BUYS: [1, -1]}, default=[2, 2]),
+            {BUYS: [1, -1], BOUGHT: [2, 2], HAS: [2, 2], LIKES: [2, 2]},
+        ),
     ],
 )
-def test_each_hop_samples_as_many_neighbours_as_asked(data, num_neighbors):
-    loader = NeighborLoader(data, num_neighbors, ("item", None), batch_size=7, seed=1)
-    fanouts = fanouts_of(data, num_neighbors)
-    for batch in loader:
-        check_rows(data, batch)
-        assert torch.equal(batch["item"].n_id[: batch["item"].batch_size], batch["item"].input_id)
-        met = {each: [0, *accumulate(batch[each].num_sampled_nodes)] for each in data.node_types}
-        assert {each: met[each][-1] for each in met} == {
-            each: len(batch[each].n_id) for each in data.node_types
-        }
-        for edge_type in data.edge_types:
-            seen = [0, *accumulate(batch[edge_type].num_sampled_edges)]
-            assert seen[-1] == batch[edge_type].num_edges
-            degrees = torch.bincount(
-                data[edge_type].edge_index[1], minlength=data[edge_type[2]].num_nodes
-            )
-            for hop, number in enumerate(fanouts[edge_type]):
-                begin, end = met[edge_type[2]][hop : hop + 2]
-                targets = batch[edge_type].edge_index[1, seen[hop] : seen[hop + 1]]
-                assert bool(((targets >= begin) & (targets < end)).all())
-                own = degrees[batch[edge_type[2]].n_id[begin:end]]
-                wanted = own if number == -1 else own.clamp(max=number)
-                assert torch.equal(torch.bincount(targets - begin, minlength=end - begin), wanted)
-
-
-def fanouts_of(data, num_neighbors):
-    if isinstance(num_neighbors, NumNeighbors):
-        return num_neighbors.get_values(data.edge_types)
-    if isinstance(num_neighbors, list):
-        return dict.fromkeys(data.edge_types, num_neighbors)
-    default = num_neighbors.get("default")
-    return {
-        each: num_neighbors.get(each, num_neighbors.get(each[1], default))
-        for each in data.edge_types
-    }
-
-
-def test_disjoint_subgraphs_share_no_node(data):
-    loader = NeighborLoader(data, [3, 2], "item", batch_size=5, disjoint=True)
-    for batch in loader:
-        check_rows(data, batch)
-        size = batch["item"].batch_size
-        assert batch["item"].batch[:size].tolist() == list(range(size))
-        for each in data.node_types:
-            pairs = torch.stack([batch[each].batch, batch[each].n_id])
-            assert pairs.shape == pairs.unique(dim=1).shape
-        for source, relation, target in data.edge_types:
-            src, dst = batch[source, relation, target].edge_index
-            assert torch.equal(batch[source].batch[src], batch[target].batch[dst])
-
-
-def check_latest(data, batch, time_attr):
-    """The in-edges of the first seed are the latest that are not later than its time."""
-    edges, source = data[BUYS], data["user"]
-    times = edges.at if time_attr == "at" else source.born[edges.edge_index[0]]
-    is_own = edges.edge_index[1] == batch["item"].n_id[0]
-    eligible = times[is_own & (times <= batch["item"].seed_time[0])].sort(descending=True).values
-    is_first = batch[BUYS].edge_index[1] == 0
-    found = times[batch[BUYS].e_id[is_first]].sort(descending=True).values
-    assert torch.equal(found, eligible[:3])
-
-
-def test_bidirectional_subgraphs_have_the_reverses(data):
-    for batch in NeighborLoader(data, [3, 2], "item", batch_size=9, subgraph_type="bidirectional"):
-        there, back = batch[BUYS].edge_index, batch[BOUGHT].edge_index.flip(0)
-        assert pairs(there) == pairs(back)
-        likes = batch[LIKES].edge_index
-        assert pairs(likes) == pairs(likes.flip(0))
-        assert "edge_attr" not in batch[BUYS]
-        check_rows(data, batch)
-
-
-def pairs(edges):
-    return set(map(tuple, edges.T.tolist()))
-
-
-@pytest.mark.parametrize("argument", [{"subgraph_type": "induced"}, {"directed": False}])
-def test_induced_subgraphs_are_those_of_pyg(data, argument):
-    plain = copy.copy(data)
-    # `HeteroData.subgraph` slices only the first dimension
-    del plain[BUYS].pair_index
-    for batch in NeighborLoader(data, [3, 2], "item", batch_size=9, **argument):
-        check_rows(data, batch)
-        subset = {each: batch[each].n_id.sort().values for each in data.node_types}
-        wanted = plain.subgraph(subset)
-        for each in data.edge_types:
-            src, dst = wanted[each].edge_index
-            found = torch.stack([subset[each[0]][src], subset[each[2]][dst]])
-            order = batch[each].e_id.argsort()
-            assert torch.equal(ends(batch, each)[:, order], found)
-
-
-def same(mine, other):
-    stores = [*mine.node_stores, *mine.edge_stores]
-    return all(
-        torch.equal(store[name], other[store._key][name])
-        for store in stores
-        for name in ("n_id", "e_id", "edge_index", "x", "batch")
-        if name in store
+def test_num_neighbors_may_be_by_type(data, num_neighbors, same):
+    loaders = (
+        NeighborLoader(data, each, ("item", None), batch_size=7, seed=1)
+        for each in (num_neighbors, same)
     )
+    assert_same(*loaders)
 
 
-def test_a_resumed_loader_yields_the_same_minibatches(data):
-    def make(threads=1, seed=3, **options):
-        options = {"batch_size": 8, "shuffle": True, "seed": seed} | options
-        return NeighborLoader(data, [3, 2], "user", threads=threads, **options)
-
-    whole = make()
-    first, second = list(whole), list(whole)
-    loader = make(3)
-    iterator = iter(loader)
-    for _ in range(2):
-        next(iterator)
-    state = loader.state_dict()
-    iterator.close()
-    for other in (make(2), make(2, seed=None)):
-        other.load_state_dict(pickle.loads(pickle.dumps(state)))
-        rest = list(other)
-        assert len(rest) == len(first) - 2
-        assert all(map(same, rest, first[2:]))
-        assert all(map(same, other, second))
-    for changed, message in (
-        ({"seed": 4}, "seed 3, not 4"),
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"replace": True}, "replace 0, not 1"),
         ({"time_attr": "born"}, "disjoint 0, not 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make(**changed).load_state_dict(state)
-    with pytest.raises(ValueError, match="num_neighbors"):
-        NeighborLoader(data, [3, 1], "user", shuffle=True, seed=3).load_state_dict(state)
-    mask = torch.ones(USERS, dtype=torch.bool)
-    options = {"shuffle": True, "seed": 3, "time_attr": "born"}
-    dated = NeighborLoader(data, [3, 2], ("user", mask), **options).state_dict()
-    times = torch.arange(USERS)
+        ({"num_neighbors": [3, 1]}, "num_neighbors"),
+    ],
+)
+def test_the_state_of_other_options_is_rejected(data, change, message):
+    options = {"num_neighbors": [3, 2], "input_nodes": "user", "seed": 3}
+    state = NeighborLoader(data, **options).state_dict()
+    with pytest.raises(ValueError, match=message):
+        NeighborLoader(data, **options | change).load_state_dict(state)
+
+
+def test_the_state_of_other_times_is_rejected(data):
+    options = {"num_neighbors": [3, 2], "input_nodes": "user", "seed": 3, "time_attr": "born"}
+    state = NeighborLoader(data, **options).state_dict()
+    other = NeighborLoader(data, input_time=torch.arange(USERS), **options)
     with pytest.raises(ValueError, match="input_time_crc32"):
-        NeighborLoader(data, [3, 2], "user", input_time=times, **options).load_state_dict(dated)
+        other.load_state_dict(state)
 
 
 def test_input_nodes_may_be_a_type_ids_or_a_mask(data):
@@ -322,28 +176,15 @@ def test_tables_replace_attributes(data):
             assert torch.equal(batch[kind][name], table.gather(ids))
 
 
-def assert_equal(mine, other):
-    """Whether all values of two minibatches are equal; those of `mine` may be on a GPU."""
-    assert mine.metadata() == other.metadata()
-    for store in [*other.node_stores, *other.edge_stores]:
-        found = mine[store._key]
-        assert set(found.keys()) == set(store.keys())
-        for name, value in store.items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(found[name].cpu(), value), name
-            else:
-                assert found[name] == value, name
-
-
 def test_features_read_in_place_are_those_gathered_on_the_host(data):
+    data[LIKES].x = torch.randn(120, 3)
     options = {"batch_size": 9, "seed": 3}
     loader = NeighborLoader(data, [3, 2], "item", **options)
     found = loader._found
-    # as if a GPU read them
-    for key in (("user", "x"), ("item", "x")):
+    # as if a GPU read them; one of each type is prefetched
+    for key in (("user", "x"), ("item", "image"), (LIKES, "x"), ("item", "x")):
         found.read_in_place[key] = found.columns.pop(key)
-    for mine, other in zip(loader, NeighborLoader(data, [3, 2], "item", **options), strict=True):
-        assert_equal(mine, other)
+    assert_same(loader, NeighborLoader(data, [3, 2], "item", **options))
 
 
 @pytest.mark.gpu
@@ -381,12 +222,10 @@ def test_an_iterator_keeps_the_data_of_when_it_began(Loader, change, data):
     change(own)
     second = list(loader)
     found += first
-    for mine, other in zip(found, old, strict=True):
-        assert_equal(mine, other)
+    assert_same(found, old)
     wanted = Loader(own, [3, 2], seeds, **options)
     wanted.set_epoch(1)
-    for mine, other in zip(second, wanted, strict=True):
-        assert_equal(mine, other)
+    assert_same(second, wanted)
 
 
 def test_a_type_added_or_removed_between_epochs_is_named(data):
@@ -445,6 +284,7 @@ def changed(kind, **values):
         ({"subgraph_type": "forward"}, "subgraph_type is 'forward'"),
         ({"temporal_strategy": "first"}, "temporal_strategy is 'first'"),
         ({"time_attr": "day"}, "time_attr is 'day', which no type of the data has"),
+        ({"time_attr": 3}, "time_attr is 3, not the name of an attribute"),
         ({"time_attr": "at"}, "the nodes of type 'user' have no times"),
         ({"weight_attr": "x"}, "weight_attr is 'x', which no type"),
         ({"input_time": torch.arange(USERS)}, "input_time was given without time_attr"),

@@ -2,7 +2,6 @@
 
 import copy
 import importlib.util
-import pickle
 
 import pytest
 import torch
@@ -10,17 +9,13 @@ import torch
 if importlib.util.find_spec("torch_geometric") is None:
     pytest.skip("PyG is not installed", allow_module_level=True)
 
-from gcnzc.interop.pyg import HeteroLinkNeighborLoader, LinkNeighborLoader, importing
+from gcnzc.interop.pyg import LinkNeighborLoader, importing
 
 pyg = importing.import_pyg()
+from pyg_recorded import Recorded, assert_equal  # noqa: E402
 from torch_geometric.data import HeteroData  # noqa: E402
 from torch_geometric.loader import link_loader  # noqa: E402
-from torch_geometric.sampler import (  # noqa: E402
-    BaseSampler,
-    HeteroSamplerOutput,
-    NegativeSampling,
-)
-from torch_geometric.sampler.neighbor_sampler import edge_sample  # noqa: E402
+from torch_geometric.sampler import NegativeSampling  # noqa: E402
 
 USERS, ITEMS, EDGES, LATEST = 50, 30, 200, 20
 BUYS, BOUGHT, LIKES = (
@@ -58,60 +53,10 @@ def data():
     return make_data()
 
 
-class Fixed(NegativeSampling):
-    """Returns given negative nodes, by endpoint."""
-
-    def sample(self, num_samples, endpoint, num_nodes=None):
-        assert len(self.negatives[endpoint]) == num_samples
-        return self.negatives[endpoint]
-
-
-class Sampled(BaseSampler):
-    """PyG's own handling of edges, around gcnzc's sampler and the negatives of a minibatch."""
-
-    edge_permutation = None
-
-    def __init__(self, loader, negatives):
-        self.sampler, self.negatives = loader._sampler, negatives
-        self.num_nodes = {each: loader.data[each].num_nodes for each in loader.data.node_types}
-
-    def sample_from_nodes(self, *args, **kwargs):
-        raise NotImplementedError
-
-    def sample_from_edges(self, index, neg_sampling=None):
-        if neg_sampling is not None:
-            neg_sampling = Fixed(neg_sampling.mode, neg_sampling.amount)
-            neg_sampling.negatives = self.negatives
-        disjoint = self.sampler.options.disjoint
-        return edge_sample(index, self.sample, self.num_nodes, disjoint, None, neg_sampling)
-
-    def sample(self, seeds, times):
-        batch = self.sampler.sample(seeds, 0, times)
-        return HeteroSamplerOutput(
-            node=batch.nodes,
-            row=batch.row,
-            col=batch.col,
-            edge=batch.edge_ids,
-            batch=batch.subgraphs,
-            num_sampled_nodes={each: list(own) for each, own in batch.num_nodes.items()},
-            num_sampled_edges={each: list(own) for each, own in batch.num_edges.items()},
-        )
-
-
-def negatives_of(batch, edge_type, num_pairs):
-    """The negative nodes of a minibatch, in the order in which PyG samples them."""
-    own, nodes = batch[edge_type], [batch[each].n_id for each in edge_type[::2]]
-    if "edge_label_index" in own:
-        local = own.edge_label_index[:, num_pairs:]
-        return {end: ids[each] for end, ids, each in zip(("src", "dst"), nodes, local, strict=True)}
-    found = batch[edge_type[2]].dst_neg_index
-    is_disjoint = "batch" in batch[edge_type[2]]
-    return {"dst": nodes[1][found.t().flatten() if is_disjoint else found.flatten()]}
-
-
 @pytest.mark.parametrize("edge_type", [BUYS, LIKES, ("item", "unseen", "user")])
 @pytest.mark.parametrize(
-    "neg_sampling", [None, "binary", ("binary", 2), ("triplet", 1), ("triplet", 3)]
+    "neg_sampling",
+    [None, "binary", ("binary", 0.5), ("binary", 2.5), ("triplet", 1), ("triplet", 3)],
 )
 @pytest.mark.parametrize("sampling", ["plain", "disjoint", "temporal"])
 def test_fields_equal_those_of_pyg_for_the_same_samples(data, edge_type, neg_sampling, sampling):
@@ -129,80 +74,22 @@ def test_fields_equal_those_of_pyg_for_the_same_samples(data, edge_type, neg_sam
     if sampling == "temporal":
         options["edge_label_time"] = torch.arange(20, dtype=torch.int32) + 5
         ours["time_attr"] = "at"
-    mine = LinkNeighborLoader(data, [3, 2], **ours, **options)
-    batch = next(iter(mine))
-    theirs = link_loader.LinkLoader(
-        data, Sampled(mine, negatives_of(batch, edge_type, 6)), **options
-    )
-    other = next(iter(theirs))
-    assert batch.metadata() == other.metadata()
-    for store in [*batch.node_stores, *batch.edge_stores]:
-        wanted = other[store._key]
-        assert set(store.keys()) == set(wanted.keys()), store._key
-        for name, value in wanted.items():
-            if isinstance(value, torch.Tensor):
-                assert store[name].dtype == value.dtype, name
-                assert torch.equal(store[name], value), (store._key, name)
-            else:
-                assert store[name] == value, name
+    mine = list(LinkNeighborLoader(data, [3, 2], **ours, **options))
+    sampler = Recorded(*mine, edge_type=edge_type)
+    for batch, other in zip(mine, link_loader.LinkLoader(data, sampler, **options), strict=True):
+        assert batch.metadata() == other.metadata()
+        assert_equal(batch, other)
 
 
-@pytest.mark.parametrize("amount", [0.5, 1, 2.5])
-@pytest.mark.parametrize("disjoint", [False, True])
-def test_edges_and_their_negatives_have_labels(data, amount, disjoint):
-    sampling = NegativeSampling("binary", amount)
-    loader = LinkNeighborLoader(
-        data, [2], BUYS, neg_sampling=sampling, batch_size=64, disjoint=disjoint
-    )
-    taken = []
-    for batch in loader:
-        own = batch[BUYS]
-        count = len(own.input_id)
-        total = count + -(-int(count * amount * 2) // 2)
-        assert own.edge_label_index.shape[1] == len(own.edge_label) == total
-        src, dst = own.edge_label_index
-        found = torch.stack([batch["user"].n_id[src], batch["item"].n_id[dst]])
-        assert torch.equal(found[:, :count], data[BUYS].edge_index[:, own.input_id])
-        assert own.edge_label.tolist() == [1.0] * count + [0.0] * (total - count)
-        if disjoint:
-            numbers = torch.arange(total) % count
-            assert torch.equal(batch["user"].batch[src], numbers)
-            assert torch.equal(batch["item"].batch[dst], numbers)
-        taken.append(own.input_id)
-    assert torch.equal(torch.cat(taken), torch.arange(EDGES))
-
-
-def fields(batch):
-    names = ("n_id", "e_id", "edge_index", "x", "batch", "edge_label_index", "edge_label")
-    return {
-        (store._key, name): store[name].tolist()
-        for store in (*batch.node_stores, *batch.edge_stores)
-        for name in names
-        if name in store
-    }
-
-
-@pytest.mark.parametrize("sampling", [{}, {"time_attr": "born"}])
-def test_a_resumed_loader_yields_the_same_minibatches_with_any_threads(data, sampling):
-    if sampling:
-        sampling["edge_label_time"] = torch.arange(EDGES) % LATEST
-
-    def make(threads):
-        options = {"batch_size": 30, "shuffle": True, "seed": 2, "neg_sampling": "binary"}
-        return LinkNeighborLoader(data, [3, 2], BUYS, threads=threads, **options, **sampling)
-
-    first = list(map(fields, make(1)))
-    assert all(list(map(fields, make(threads))) == first for threads in (2, 4))
-    loader = make(2)
-    iterator = iter(loader)
-    for _ in range(2):
-        next(iterator)
-    other = make(4)
-    other.load_state_dict(loader.state_dict())
-    copied = pickle.loads(pickle.dumps(loader))
-    assert type(copied) is HeteroLinkNeighborLoader
-    for each in (iterator, other, copied):
-        assert list(map(fields, each)) == first[2:]
+def test_weighted_negatives_are_not_later_than_their_edge(data):
+    weight, times = torch.arange(ITEMS) % 2.0, torch.arange(EDGES) % LATEST
+    data["item"].born[1] = 0
+    sampling = NegativeSampling("triplet", 3, dst_weight=weight)
+    options = {"time_attr": "born", "edge_label_time": times, "neg_sampling": sampling}
+    for batch in LinkNeighborLoader(data, [2], BUYS, batch_size=50, **options):
+        found = batch["item"].n_id[batch["item"].dst_neg_index]
+        assert bool((weight[found] > 0).all())
+        assert bool((data["item"].born[found] <= times[batch[BUYS].input_id, None]).all())
 
 
 def test_edges_may_be_given_by_type(data):

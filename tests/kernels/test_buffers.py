@@ -2,7 +2,7 @@
 
 import copy
 import mmap
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -103,7 +103,6 @@ def test_a_block_that_is_too_large_is_not_reused():
 
 def test_threads_share_a_pool():
     pool = Pool()
-    failed = []
 
     def work(me):
         held = []
@@ -111,15 +110,10 @@ def test_threads_share_a_pool():
             held.append(pool.empty((100 + turn % 7, 300)).fill_(me))
             if len(held) > 3:
                 gone = held.pop(0)
-                if not (gone == me).all():
-                    failed.append(me)
+                assert (gone == me).all()
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
     assert 0 < pool.idle_bytes <= 4 * 106 * 300 * 4
 
 

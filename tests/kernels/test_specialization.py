@@ -5,13 +5,11 @@ often Triton asks its compiler. Triton chooses between compiler and interpreter 
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import triton
+from programs import output_of
 
 PROGRAM = """
 import collections, json, threading, time
@@ -115,17 +113,9 @@ def counts():
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if torch.cuda.is_available() or version < (3, 3):
         pytest.skip("this counts with parts of Triton 3.3 and later, on a machine without a GPU")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     # ids are looked at by a kernel, which does not run here
-    environment.pop("GCNZC_CHECK_IDS", None)
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    without = {"TRITON_INTERPRET": None, "GCNZC_CHECK_IDS": None}
+    return json.loads(output_of("-W", "ignore", "-c", PROGRAM, **without))
 
 
 def test_no_kernel_is_compiled_after_the_first_step(counts):

@@ -1,20 +1,27 @@
-"""Random programs of Transfer, Loader and the feature cache, under a happens-before checker.
+"""Random programs of Transfer, the loaders and the feature cache, under a happens-before checker.
 
 It finds accesses that no event, stream order, lock or queue puts in order, whatever order they were
-executed in; see `transfer_programs`, `checked_device` and `happens_before`.
+executed in. Minibatches of loaders equal those on the host bit for bit. See `transfer_programs`,
+`checked_device` and `happens_before`.
 """
 
 from functools import cache
 
 import pytest
 from mutants import assert_each_call_is_needed
-from transfer_programs import LoaderProgram, TransferProgram, replaced_threads, run
+from transfer_programs import (
+    LoaderProgram,
+    TransferProgram,
+    TypedLoaderProgram,
+    replaced_threads,
+    run,
+)
 
 from gcnzc.loader import transfer
 
 # of each kind: what `make test` runs, and each of the five slow tests, of which CI runs the first
-NUM_SCHEDULES = {TransferProgram: 50, LoaderProgram: 20}
-MANY_SCHEDULES = {TransferProgram: 1400, LoaderProgram: 600}
+NUM_SCHEDULES = {TransferProgram: 50, LoaderProgram: 20, TypedLoaderProgram: 20}
+MANY_SCHEDULES = {TransferProgram: 1200, LoaderProgram: 400, TypedLoaderProgram: 400}
 # runs without a call; a race must be found in at least one of them, since threads meet in few
 NUM_ATTEMPTS = 150
 
@@ -68,7 +75,7 @@ def is_found(kind, seed, call=None):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_leaving_out_any_call_that_orders_accesses_is_found():
-    calls = run_some(TransferProgram).keys() | run_some(LoaderProgram).keys()
+    calls = set().union(*map(run_some, NUM_SCHEDULES))
     assert {call[0] for call in calls} >= {
         "record",
         "wait",

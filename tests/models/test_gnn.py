@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-from by_hand import MODELS, made, random_graph
+from by_hand import MODELS, made, parameters, random_graph
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.models import gnn
 from gcnzc.sampling.neighbor import Sampler
-
-
-def parameters(model: torch.nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from by_hand import dense, parameters, random_graph
+from by_hand import dense, dense_forward, parameters, random_graph, randomized
 from slow_cases import seeds
 from torch import nn
 from torch.nn import functional
@@ -39,97 +39,6 @@ for combination in COMBINATIONS:
 EACH_PART = pytest.mark.parametrize("part", seeds(3, 1))
 
 
-def dense_layer(layer, adjacency, x):
-    """Compute one layer on the whole graph with a dense adjacency matrix."""
-    if isinstance(layer, gnn.SAGELayer):
-        mean = adjacency / adjacency.sum(1, keepdim=True).clamp(min=1)
-        neighbours = mean @ x @ layer.neighbours.weight.T + layer.neighbours.bias
-        return neighbours + x @ layer.own.weight.T
-    looped = adjacency + torch.eye(len(x)).double()
-    if isinstance(layer, gnn.GINLayer):
-        return layer.second(layer.first(looped @ x).relu())
-    if isinstance(layer, gnn.GCNLayer):
-        root = looped.sum(1).pow(-0.5)
-        return root[:, None] * looped * root[None, :] @ x @ layer.weight.T + layer.bias
-    outs = []
-    for head in range(layer.heads):
-        if isinstance(layer, gnn.GATv2Layer):
-            z = layer.source(x).view(len(x), layer.heads, -1)[:, head]
-            own = layer.target(x).view(len(x), layer.heads, -1)[:, head]
-            score = functional.leaky_relu(own[:, None] + z, 0.2) @ layer.attention[head]
-        else:
-            z = x @ layer.weight[head].T
-            score = z @ layer.source_attention[head] + (z @ layer.target_attention[head])[:, None]
-            score = functional.leaky_relu(score, 0.2)
-        score = score.masked_fill(looped == 0, -torch.inf)
-        weight = looped * (score - score.amax(1, keepdim=True)).exp()
-        outs.append(weight / weight.sum(1, keepdim=True) @ z)
-    out = torch.cat(outs, 1) if layer.concatenate else torch.stack(outs).mean(0)
-    out = out if layer.bias is None else out + layer.bias
-    return out if layer.skip is None else out + layer.skip(x)
-
-
-def dense_forward(
-    model,
-    adjacency,
-    x,
-    *,
-    norm,
-    residual,
-    input_linear,
-    jumping,
-    output_linear,
-    pre_norm=False,
-    pre_activation=False,
-):
-    """Compute the logits of all nodes, in the order of the papers' equations."""
-
-    def normalized(index, rows):
-        module = model.norms[index]
-        if norm == "layer":
-            return functional.layer_norm(rows, rows.shape[1:], module.weight, module.bias)
-        rows = (rows - module.running_mean) / (module.running_var + module.eps).sqrt()
-        return rows * module.weight + module.bias
-
-    activation = functional.elu if isinstance(model, gnn.GAT) else functional.relu
-    if input_linear:
-        x = x @ model.input_linear.weight.T + model.input_linear.bias
-    hidden = []
-    for index, layer in enumerate(model.layers):
-        if pre_activation:
-            # Li et al., 2020: normalization, activation, convolution, addition
-            rows = activation(normalized(index, x) if norm != "none" else x)
-            out = dense_layer(layer, adjacency, rows)
-            x = x + out if residual else out
-            hidden.append(x)
-            continue
-        if pre_norm:
-            x = normalized(index, x)
-        out = dense_layer(layer, adjacency, x)
-        if residual:
-            out = out + x @ model.residuals[index].weight.T + model.residuals[index].bias
-        if index == LAYERS - 1 and not output_linear:
-            return out
-        if norm != "none" and not pre_norm:
-            out = normalized(index, out)
-        x = activation(out)
-        hidden.append(x)
-    last = {"none": x, "sum": sum(hidden), "cat": torch.cat(hidden, 1)}[jumping]
-    if pre_activation:
-        last = activation(normalized(LAYERS, last) if norm != "none" else last)
-    return last @ model.output_linear.weight.T + model.output_linear.bias
-
-
-def random_model(name, *sizes, **options):
-    model = MODELS[name](*sizes, LAYERS, **options).double().eval()
-    with torch.no_grad():
-        for value in (*model.parameters(), *model.buffers()):
-            if value.is_floating_point():
-                # variances are vectors, and must not be negative
-                value.copy_(torch.rand_like(value) - 0.3 * (value.dim() > 1))
-    return model
-
-
 @EACH_PART
 @pytest.mark.parametrize("name", MODELS)
 def test_all_combinations_of_options_equal_their_formulas(name, part):
@@ -137,7 +46,7 @@ def test_all_combinations_of_options_equal_their_formulas(name, part):
     x, seeds = torch.randn(graph.num_nodes, 7).double(), torch.tensor([3, 0, 59, 17, 55])
     batch = Sampler(graph, [-1] * LAYERS).sample(seeds, epoch=0)
     for options in COMBINATIONS[part::3]:
-        model = random_model(name, 7, 5, 3, **options)
+        model = randomized(MODELS[name](7, 5, 3, LAYERS, **options)).eval()
         with torch.no_grad():
             expected = dense_forward(model, dense(graph), x, **options)
             found = model(batch.blocks, x[batch.nodes])

@@ -44,14 +44,6 @@ def with_gradients(model, value):
     return model
 
 
-def test_a_gradient_missing_on_some_ranks_counts_as_zeros():
-    models = [with_gradients(nn.Linear(2, 2), 1.0) for _ in range(4)]
-    models[1].bias.grad = models[2].bias.grad = None
-    step_all(METHODS["averaged"].optimizers(models))
-    assert all(torch.equal(model.bias.grad, torch.full((2,), 0.5)) for model in models)
-    assert all(torch.equal(model.weight.grad, torch.ones(2, 2)) for model in models)
-
-
 def test_a_parameter_without_a_gradient_on_any_rank_has_none_afterwards():
     models = [with_gradients(nn.Linear(2, 2), 1.0) for _ in range(2)]
     for model in models:

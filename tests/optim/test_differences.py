@@ -97,10 +97,10 @@ FLAGS = "requires_grad of parameter group 0 differs between ranks: "
 NUMBERS = r"number of steps differs between ranks: (\d+) on rank 0, (\d+) on rank 1\n\nhint: "
 ONE_STEP_LESS = f"number of steps differs between ranks: {STEPS} on rank 0, {STEPS - 1} on rank 1"
 CHANGES = {
-    unfreeze_on_rank_1: f"{FLAGS}False for parameters 0-1, of 6 on rank 0, True for all "
+    unfreeze_on_rank_1: f"{FLAGS}False for parameters 0, 1, of 6 on rank 0, True for all "
     "parameters, of 6 on rank 1\n\nhint: ",
-    freeze_on_rank_0: f"{FLAGS}False for parameters 0-1, 5, of 6 on rank 0, False for parameters "
-    "0-1, of 6 on rank 1\n\nhint: ",
+    freeze_on_rank_0: f"{FLAGS}False for parameters 0, 1, 5, of 6 on rank 0, False for "
+    "parameters 0, 1, of 6 on rank 1\n\nhint: ",
     load_an_older_state_on_rank_1: NUMBERS,
     # a rank that does not wait in each step may have taken more steps when they compare
     load_its_own_state_on_rank_1: rf"{NUMBERS}|loaded state differs between ranks: none on rank 0, "

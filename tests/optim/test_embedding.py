@@ -377,15 +377,11 @@ def test_wrong_tables_are_rejected(tmp_path):
     read_only = EmbeddingTable.open(tmp_path / "rows.npy", read_only=True)
     with pytest.raises(ValueError, match="table 'paper' is read-only"):
         SparseAdam({"paper": read_only})
-    with pytest.raises(TypeError, match="the table is a tensor"):
-        SparseAdam(torch.zeros(3, 2))
     with pytest.raises(ValueError, match="tables is empty"):
         SparseAdam({})
     table = make_table()
     with pytest.raises(ValueError, match="two of a, b are one table"):
         SparseAdam({"a": table, "b": table})
-    with pytest.raises(TypeError, match="the name of a table is 3"):
-        SparseAdam({3: table})
     with pytest.raises(TypeError, match="group is a str"):
         SparseAdam(table, group="gloo")
 
@@ -395,7 +391,6 @@ def test_wrong_tables_are_rejected(tmp_path):
     [
         (lambda table: SparseAdam(table, lr=-1.0), "lr is -1.0"),
         (lambda table: SparseAdam(table, lr=math.nan), "lr is nan"),
-        (lambda table: SparseAdam(table, betas=(0.9,)), "betas is"),
         (lambda table: SparseAdam(table, betas=(0.9, 1.0)), r"betas\[1\] is 1.0"),
         (lambda table: SparseAdam(table, eps=-1e-8), "eps is -1e-08"),
         (lambda table: SparseAdagrad(table, lr_decay=-1), "lr_decay is -1"),

@@ -11,7 +11,7 @@ from scipy.stats import chi2
 from gcnzc.graph.hetero import EdgeStore, HeteroGraph
 from gcnzc.kernels.sample import hetero as kernels_hetero
 from gcnzc.kernels.sample.hetero_reference import sample_hetero_reference
-from gcnzc.sampling import HeteroSampler
+from gcnzc.sampling import HeteroLinkSampler, HeteroSampler, build_full_hetero_blocks
 from tests.hetero_graphs import assert_equal, random_graph, random_seeds
 
 FANOUTS = (-1, 0, 1, 2, 3, 5, 70)
@@ -137,6 +137,7 @@ def test_seeds_of_several_types_are_numbered_in_their_order():
     assert batch.subgraphs["t2"][:1].tolist() == [0]
     assert batch.subgraphs["t0"][:2].tolist() == [1, 2]
     assert batch.num_nodes["t1"][0] == 0
+    assert repr(batch).startswith("HeteroBatch(nodes: t0=")
 
 
 @pytest.mark.parametrize(
@@ -343,6 +344,7 @@ PLAIN = HeteroGraph.from_arrays({"u": 4, "v": 3}, {("u", "r", "v"): [[0], [0]]})
         (lambda: HeteroSampler(SHOP, [1]).sample({"w": [0]}, 0), "no node type 'w'"),
         (lambda: HeteroSampler(SHOP, [1]).sample({"u": [0, 4]}, 0), "seeds of node type 'u'.* 4"),
         (lambda: HeteroSampler(SHOP, [1]).sample({}, 0), "no node types"),
+        (lambda: HeteroSampler(SHOP, [1]).sample([0], 0), "seeds is .*, not a dict of ids by node"),
         (lambda: HeteroSampler(SHOP, [1]).sample({"u": [0]}, 0, [3]), "ignores times"),
         (
             lambda: HeteroSampler(SHOP, [1], temporal="last").sample({"v": [0]}, 0),
@@ -356,10 +358,21 @@ PLAIN = HeteroGraph.from_arrays({"u": 4, "v": 3}, {("u", "r", "v"): [[0], [0]]})
             lambda: HeteroSampler(SHOP, [1], temporal="last").sample({"u": [0, 1]}, 0, [1]),
             r"seed_times has shape \(1,\)",
         ),
+        (
+            lambda: HeteroSampler(SHOP, [1], temporal="last").sample({"u": [0]}, 0, {"v": [1]}),
+            "seed_times has no times for node type 'u'",
+        ),
+        (lambda: build_full_hetero_blocks(SHOP, 1, targets=["w"]), "targets has the node type 'w'"),
+        (lambda: HeteroLinkSampler(HeteroSampler(SHOP, [1]), "r", times=[1]), "ignores times"),
+        (lambda: HeteroLinkSampler(HeteroSampler(SHOP, [1]), "r", [[0.5], [1]]), "edges of .* are"),
+        (
+            lambda: HeteroLinkSampler(HeteroSampler(SHOP, [1]), "r", np.empty((2, 0), int)),
+            r"edges of .* are empty\n\nhint: is the split empty",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(make, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make()
 
 
@@ -387,12 +400,15 @@ def test_a_damaged_graph_is_an_error_and_not_read_outside(damage, temporal):
             sampler.sample(("v", [0]), 0, times)
 
 
-def test_columns_that_are_not_sorted_by_time_are_an_error_and_can_be_sorted():
+def test_columns_that_are_not_sorted_by_time_are_an_error_and_can_be_sorted(tmp_path):
     store = SHOP.edges("r")
     late_first = replace(store, time=torch.tensor([5, 1, 2, 3]))
     graph = HeteroGraph({"u": SHOP.nodes("u"), "v": SHOP.nodes("v")}, {("u", "r", "v"): late_first})
     with pytest.raises(ValueError, match=r"not sorted by time: .* node 0 have time 5 before"):
         HeteroSampler(graph, [1], temporal="uniform")
+    graph.save(tmp_path / "g")
+    with pytest.raises(ValueError, match=r"hint: .*, unless `gcnzc info .*g --verify` reports a d"):
+        HeteroSampler(HeteroGraph.load(tmp_path / "g"), [1], temporal="uniform")
     found = HeteroSampler(graph.sort_by_time(), [-1], temporal="uniform")
     assert found.sample(("v", [0]), 0, [4]).edge_ids["u", "r", "v"].tolist() == [1]
 

@@ -6,11 +6,7 @@ import pytest
 import torch
 from hetero_graphs import random_graph, random_seeds
 
-from gcnzc.sampling import (
-    HeteroSampler,
-    build_full_hetero_blocks,
-    build_hetero_blocks,
-)
+from gcnzc.sampling import HeteroSampler, build_full_hetero_blocks, build_hetero_blocks
 
 
 def edges_of(block):

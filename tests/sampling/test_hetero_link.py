@@ -50,6 +50,7 @@ def test_negatives_are_not_later_than_their_edge(strict):
     items, item_time = torch.arange(EDGES), graph.nodes("item").time
     known = {tuple(pair) for pair in graph.edges(BUYS).edge_index().T.tolist()}
     has_ties = False
+    sampler.check_negatives()
     for epoch in range(3):
         found = negatives(sampler, items, epoch)
         times = sampler.times[:, None]
@@ -86,6 +87,9 @@ def test_an_edge_without_a_negative_is_found_in_advance():
     graph = HeteroGraph.from_arrays({"user": {"num_nodes": 2}}, knows)
     with pytest.raises(ValueError, match="edges between node 0 and all others"):
         HeteroLinkSampler(HeteroSampler(graph, [2]), KNOWS).check_negatives()
+    # without times, the ends of pairs are the same nodes
+    batch = HeteroLinkSampler(HeteroSampler(graph, [2]), KNOWS, num_negatives=0).sample([0], 0)
+    assert batch.nodes["user"][batch.pairs].tolist() == [[0], [1]]
 
 
 def test_negatives_equal_the_reference():

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from bits import same_tensors
 
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.sample import MAX_DEGREE, sample_reference
@@ -19,24 +20,14 @@ def graph():
     return Graph.from_edges(src, dst, 2000)
 
 
-def numbers(batch):
-    """Everything in a batch, for comparison."""
-    return [batch.nodes, batch.seeds] + [
-        part for block in batch.blocks for part in (block.indptr, block.indices, block.nodes)
-    ]
-
-
-def assert_equal(mine, theirs):
-    for a, b in zip(numbers(mine), numbers(theirs), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
 def test_a_batch_equals_the_reference_with_the_input_layer_first(graph):
     seeds = torch.tensor([7, 0, 1999])
     batch = Sampler(graph, [4, 3, 2], seed=5).sample(seeds, epoch=6)
     drawn = sample_reference(graph.indptr, graph.indices, seeds, [2, 3, 4], 5, 6)
     assert torch.equal(batch.nodes, drawn.nodes)
     assert torch.equal(batch.seeds, seeds)
+    shapes = f"seeds=(3,), nodes=({len(batch.nodes)},)"
+    assert repr(batch).startswith(f"Batch({shapes}, blocks=(Block(num_src={len(batch.nodes)}, num")
     assert batch.x is None
     assert batch.y is None
     assert batch.times["sample_s"] > 0
@@ -61,7 +52,7 @@ def test_batches_do_not_depend_on_threads_or_order(graph, threads):
         with ThreadPoolExecutor(threads) as pool:
             drawn = list(pool.map(lambda one: sampler.sample(*one), asked[turn]))
         for mine, theirs in zip(drawn, expected[turn], strict=True):
-            assert_equal(mine, theirs)
+            assert same_tensors(mine, theirs)
 
 
 def test_neighbours_of_a_node_do_not_depend_on_its_batch(graph):

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import mmap
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -22,6 +23,10 @@ ADDRESS, BYTES = 0x7F12_3456_7000, 48 << 30
 HANDLE = bytes([7, 0, 0, 255]) * 16
 
 C = ctypes
+INVALID_CONTEXT = 201
+# these calls need no context
+FREE = ("cuCtxGetCurrent", "cuDeviceGet", "cuDeviceGetAttribute", "cuDevicePrimaryCtxGetState")
+FREE += ("cuGetErrorName",)
 
 
 class IpcHandle(C.Structure):
@@ -35,7 +40,9 @@ class Library:
 
     def __init__(self):
         self.calls = []
-        self.context = 1
+        # a thread that has called nothing has none
+        self.of_threads = threading.local()
+        self.context, self.in_contexts = 1, []
         self.attributes = {}
         self.pointers = {}
         self.used = {0}
@@ -61,10 +68,28 @@ class Library:
         self._define("cuPointerGetAttribute", word_at, C.c_int, C.c_uint64)
 
     def _define(self, name, *types):
-        code = C.CFUNCTYPE(C.c_int, *types)(getattr(self, f"_{name}"))
+        function = getattr(self, f"_{name}")
+
+        def call(*arguments):
+            if name not in FREE:
+                self.in_contexts.append(self.context)
+            return (
+                INVALID_CONTEXT if name not in FREE and not self.context else function(*arguments)
+            )
+
+        code = C.CFUNCTYPE(C.c_int, *types)(call)
         self._kept.append(code)
         foreign = type("Foreign", (C._CFuncPtr,), {"_flags_": 1, "_restype_": C.c_int})
         setattr(self, name, foreign(C.cast(code, C.c_void_p).value))
+
+    @property
+    def context(self):
+        """The context of this thread."""
+        return getattr(self.of_threads, "context", None)
+
+    @context.setter
+    def context(self, context):
+        self.of_threads.context = context
 
     def _cuCtxGetCurrent(self, context):
         context[0] = self.context
@@ -256,19 +281,75 @@ def test_a_lost_gpu_does_not_prevent_synchronizing_the_others(driver, library, m
 
 @pytest.fixture
 def contexts(driver, library, monkeypatch):
-    """Each GPU has a context, which is the present one after a call of the runtime there."""
+    """Each GPU has a context.
+
+    A call of the runtime, and so of torch, binds that of the thread's current device, and creates
+    it if there is none. "CUDA_ERROR_INVALID_CONTEXT = 201: This most frequently indicates that
+    there is no context bound to the current thread." (cuda.h, CUDA 13.0.)
+    """
+    own = library.of_threads
+
+    def current():
+        # that of a new thread is the first
+        return getattr(own, "device", 0)
 
     @contextlib.contextmanager
     def on(device):
-        before = library.context
-        yield setattr(library, "chosen", device)
-        library.context = before
+        before = current(), library.context
+        own.device = device
+        yield
+        own.device, library.context = before
 
     def wait(device=None):
-        library.context = 50 + (library.chosen if device is None else device)
+        device = current() if device is None else device
+        library.context = 50 + device
+        library.used.add(device)
 
+    monkeypatch.setattr(torch.cuda, "current_device", current)
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(torch, "as_tensor", lambda memory, device: memory)
+
+
+CALLS = {
+    "lock": lambda driver: driver.lock(ADDRESS, 10),
+    "unlock": lambda driver: driver.unlock(ADDRESS),
+    "is_locked": lambda driver: driver.is_locked(ADDRESS),
+    "locked_range": lambda driver: driver.locked_range(ADDRESS),
+    "device_address": lambda driver: driver.device_address(ADDRESS),
+    # it is freed at once
+    "allocate": lambda driver: driver.allocate(2, 100)[0],
+    "enable_peer": lambda driver: driver.enable_peer(2, 2),
+    "export": lambda driver: driver.export(2, ADDRESS)[0],
+    "open": lambda driver: driver.open(2, HANDLE)[0],
+    "close": lambda driver: driver.close(2, ADDRESS),
+    "synchronize": lambda driver: driver.synchronize(),
+}
+
+
+@pytest.mark.usefixtures("contexts")
+@pytest.mark.parametrize("name", CALLS)
+def test_any_thread_may_call_and_no_other_gpu_gets_a_context(name, driver, library):
+    # this process uses one GPU, which is not the first
+    library.used = {2}
+    with torch.cuda.device(2):
+        torch.cuda.synchronize()
+        answers = [CALLS[name](driver)]
+        thread = threading.Thread(target=lambda: answers.append(CALLS[name](driver)))
+        thread.start()
+        thread.join()
+    assert answers[0] == answers[1] != INVALID_CONTEXT
+    assert set(library.in_contexts) <= {52}
+    # it would take several hundred megabytes of memory there
+    assert library.used == {2}
+
+
+@pytest.mark.usefixtures("contexts")
+def test_the_current_gpu_is_used_if_the_process_uses_none(driver, library):
+    library.used, library.context = set(), None
+    with torch.cuda.device(1):
+        assert driver.unlock(ADDRESS) != INVALID_CONTEXT
+    assert library.used == {1}
 
 
 @pytest.mark.usefixtures("contexts")

@@ -1,15 +1,11 @@
 """Torch's optimizers without the import of torch.compile's tracer."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.limits import HANG_S
+from tests.programs import output_of
 from tests.tiny_graph import tiny
 
 OPTIMIZERS = {
@@ -19,14 +15,14 @@ OPTIMIZERS = {
 }
 
 
-def trained(name: str) -> Any:
+def trained(name):
     """Parameters after three steps, the second from a restored state, the last with a closure."""
     torch.manual_seed(0)
     model, x = torch.nn.Linear(3, 2), torch.rand(5, 3)
     kind, options = OPTIMIZERS[name]
     optimizer = kind(model.parameters(), **options)
 
-    def loss() -> torch.Tensor:
+    def loss():
         optimizer.zero_grad()
         result = model(x).square().sum()
         result.backward()
@@ -44,16 +40,8 @@ def trained(name: str) -> Any:
     return [parameter.tolist() for parameter in model.parameters()]
 
 
-def run(text: str, *words: str) -> str:
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", text, *words]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
-
-
 @pytest.mark.processes
-def test_steps_are_equal_bit_for_bit() -> None:
+def test_steps_are_equal_bit_for_bit():
     text = """
 import json, sys
 from gcnzc.system.eager_optimizers import skip_compiler_import
@@ -64,11 +52,11 @@ results = {name: trained(name) for name in OPTIMIZERS}
 assert "torch._dynamo" not in sys.modules
 print(json.dumps(results))
 """
-    assert json.loads(run(text)) == {name: trained(name) for name in OPTIMIZERS}
+    assert json.loads(output_of("-c", text)) == {name: trained(name) for name in OPTIMIZERS}
 
 
 @pytest.mark.processes
-def test_training_does_not_import_the_tracer(tmp_path: Path) -> None:
+def test_training_does_not_import_the_tracer(tmp_path):
     text = """
 import sys
 from gcnzc.cli import main
@@ -77,4 +65,5 @@ print("torch._dynamo" in sys.modules)
 """
     graph = tiny().write(tmp_path / "graph")
     words = ["train", str(graph), "--epochs", "1", "--hidden", "4"]
-    assert run(text, *words, "--out", str(tmp_path / "run")) == "False"
+    printed = output_of("-c", text, *words, "--out", tmp_path / "run")
+    assert printed.splitlines()[-1] == "False"

@@ -1,11 +1,9 @@
 """Keeping freed memory in the process."""
 
-import os
 import platform
-import subprocess
-import sys
 
 import pytest
+from programs import output_of
 
 # allocates and frees arrays again and again, as training steps do, and counts the page faults
 PROGRAM = """
@@ -42,14 +40,8 @@ glibc = pytest.mark.skipif(
 
 def measured(**environment):
     """Return the figures that PROGRAM prints."""
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "THP_MEM_ALLOC_ENABLE": "0", **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [int(word) for word in result.stdout.split()]
+    printed = output_of("-c", PROGRAM, **{"THP_MEM_ALLOC_ENABLE": "0"} | environment)
+    return [int(word) for word in printed.split()]
 
 
 @glibc

@@ -6,8 +6,8 @@ import mmap
 import os
 import random
 import sys
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -234,25 +234,17 @@ def test_memory_that_does_not_fit_is_not_locked(monkeypatch):
 def test_threads_can_lock_and_unlock_at_once(num_threads):
     driver = FakeDriver(largest=6 * PAGE, pause_s=1e-4)
     ledger = ledger_of(driver)
-    errors = []
 
     def work(number):
         generator = random.Random(number)
-        try:
-            for _ in range(20):
-                address = BASE + generator.randrange(30 * PAGE)
-                num_bytes = generator.randrange(1, 20 * PAGE)
-                with ledger.locked(address, num_bytes), ledger._mutex:
-                    assert driver.is_covered(address, num_bytes)
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(20):
+            address = BASE + generator.randrange(30 * PAGE)
+            num_bytes = generator.randrange(1, 20 * PAGE)
+            with ledger.locked(address, num_bytes), ledger._mutex:
+                assert driver.is_covered(address, num_bytes)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(work, range(num_threads)))
     assert driver.ranges == {}
 
 

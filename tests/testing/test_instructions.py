@@ -75,13 +75,15 @@ def test_quotients(kind):
     check_integers(
         f"rem.{kind} %y, %x0, %x1", [kind] * 2, kind, lambda a, b: a - b * divide(a, b), values
     )
+    by_zero = [values[0], [0] * COUNT]
+    check_integers(f"div.{kind} %y, %x0, %x1", [kind] * 2, kind, lambda a, b: -1, by_zero)
 
 
 @pytest.mark.parametrize("bits", [16, 32, 64])
 def test_shifts(bits):
-    amounts = [value % 80 for value in integers("u32", COUNT, 5)]
+    amounts = ([*range(80), 255, 2**31, 2**32 - 1] * COUNT)[:COUNT]
     for kind, name, function in (
-        (f"b{bits}", "shl", lambda a, n: a << n),
+        (f"b{bits}", "shl", lambda a, n: a << min(n, 100)),
         (f"u{bits}", "shr", lambda a, n: a >> n),
         (f"s{bits}", "shr", lambda a, n: a >> n),
     ):
@@ -92,13 +94,24 @@ def test_shifts(bits):
 
 def test_instructions_on_words():
     word = ["b32"] * 3
-    check_integers("prmt.b32 %y, %x0, %x1, 0x5410", word[:2], "b32",
-                   lambda a, b: (a & 0xFFFF) | (b & 0xFFFF) << 16)  # fmt: skip
+
+    def permute(a, b, selector):
+        both, found = (b << 32 | a).to_bytes(8, "little"), 0
+        for n in range(4):
+            byte = both[selector >> 4 * n & 7]
+            found |= (255 * (byte >> 7) if selector >> 4 * n & 8 else byte) << 8 * n
+        return found
+
+    check_integers("prmt.b32 %y, %x0, %x1, %x2", word, "b32", permute)
     check_integers("prmt.b32 %y, %x0, %x1, 0x7632U", word[:2], "b32",
-                   lambda a, b: a >> 16 | (b >> 16) << 16)  # fmt: skip
-    check_integers("lop3.b32 %y, %x0, %x1, %x2, 0x96", word, "b32", lambda a, b, c: a ^ b ^ c)
+                   lambda a, b: permute(a, b, 0x7632))  # fmt: skip
     check_integers("lop3.b32 %y, %x0, %x1, %x2, 0xe8", word, "b32",
                    lambda a, b, c: (a & b) | (a & c) | (b & c))  # fmt: skip
+    for k in range(8):
+        check_integers(f"lop3.b32 %y, %x0, %x1, %x2, {1 << k}", word, "b32",
+                       lambda *bits, k=k: (bits[0] if k & 4 else ~bits[0])
+                       & (bits[1] if k & 2 else ~bits[1])
+                       & (bits[2] if k & 1 else ~bits[2]))  # fmt: skip
     for mode, amount in (("clamp", min), ("wrap", lambda n, _: n % 32)):
         values = [*(integers("b32", COUNT, seed) for seed in (1, 2)),
                   [v % 70 for v in integers("u32", COUNT, 3)]]  # fmt: skip
@@ -113,12 +126,29 @@ def test_instructions_on_words():
         check_integers(f"clz.{kind} %y, %x0", [kind], "u32", lambda a, n=bits: n - a.bit_length())
         check_integers(f"brev.{kind} %y, %x0", [kind], kind,
                        lambda a, n=bits: int(f"{a:0{n}b}"[::-1], 2))  # fmt: skip
-        check_integers(f"bfe.u{bits} %y, %x0, 3, 7", [f"u{bits}"], f"u{bits}",
-                       lambda a: a >> 3 & 127)  # fmt: skip
-        check_integers(f"bfe.s{bits} %y, %x0, 0, {bits // 2}", [f"s{bits}"], f"s{bits}",
-                       lambda a, n=bits // 2: signed(a & (1 << n) - 1, n))  # fmt: skip
-        check_integers(f"bfi.{kind} %y, %x0, %x1, 4, 8", [kind] * 2, kind,
-                       lambda a, b: b & ~0xFF0 | (a & 0xFF) << 4)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64"])
+def test_bit_fields(kind):
+    bits = bits_of(kind)
+    places = [[v % 80 for v in integers("u32", COUNT, seed)] for seed in (3, 4)]
+
+    def extract(a, begin, length):
+        # the definition of the PTX ISA, bit by bit
+        sign = a >> min(begin + length - 1, bits - 1) & 1 if kind[0] == "s" and length else 0
+        is_in = (k < length and begin + k < bits for k in range(bits))
+        return sum((a >> (begin + k) & 1 if own else sign) << k for k, own in enumerate(is_in))
+
+    def insert(a, b, begin, length):
+        mask = ((1 << length) - 1) << begin
+        return b & ~mask | a << begin & mask
+
+    operands = [integers(kind, COUNT, seed) for seed in (1, 2)]
+    check_integers(f"bfe.{kind} %y, %x0, %x1, %x2", [kind, "u32", "u32"], kind, extract,
+                   [operands[0], *places])  # fmt: skip
+    plain = f"b{bits}"
+    check_integers(f"bfi.{plain} %y, %x0, %x1, %x2, %x3", [plain, plain, "u32", "u32"], plain,
+                   insert, [*operands, *places])  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["u16", "s16", "u32", "s32", "u64", "s64"])
@@ -175,13 +205,13 @@ def numbers(kind, count, seed):
     return [0, 1 << (exponent_bits + fraction_bits), *bits[2:]]
 
 
-def check_floats(instruction, kind, count, exact):
-    check_float_kinds(instruction, [kind] * count, kind, exact)
+def check_floats(instruction, kind, count, exact, values=None):
+    check_float_kinds(instruction, [kind] * count, kind, exact, values)
 
 
-def check_float_kinds(instruction, kinds, result, exact):
+def check_float_kinds(instruction, kinds, result, exact, values=None):
     """Execute an instruction on random numbers, and compare with a function of fractions."""
-    values = [numbers(kind, COUNT, seed) for seed, kind in enumerate(kinds)]
+    values = values or [numbers(kind, COUNT, seed) for seed, kind in enumerate(kinds)]
     found = apply(instruction, kinds, values, result)
     sign = 1 << (bits_of(result) - 1)
     for bits, *operands in zip(found, *values, strict=True):
@@ -200,7 +230,12 @@ def test_floating_point_is_rounded_once(kind):
     check_floats(f"add{rounding}.{kind} %y, %x0, %x1", kind, 2, lambda a, b: a + b)
     check_floats(f"sub.{kind} %y, %x0, %x1", kind, 2, lambda a, b: a - b)
     check_floats(f"mul.{kind} %y, %x0, %x1", kind, 2, lambda a, b: a * b)
-    check_floats(f"fma.rn.{kind} %y, %x0, %x1, %x2", kind, 3, lambda a, b, c: a * b + c)
+    a, b = (numbers(kind, COUNT, seed) for seed in (0, 1))
+    products = zip(*([to_fraction(x, kind) for x in values] for values in (a, b)), strict=True)
+    # also sums that almost cancel
+    for values in (None, [a, b, [from_fraction(-x * y, kind) for x, y in products]]):
+        text = f"fma.rn.{kind} %y, %x0, %x1, %x2"
+        check_floats(text, kind, 3, lambda a, b, c: a * b + c, values)
     check_floats(f"min.{kind} %y, %x0, %x1", kind, 2, min)
     check_floats(f"max.NaN.{kind} %y, %x0, %x1", kind, 2, max)
     check_floats(f"abs.{kind} %y, %x0", kind, 1, abs)
@@ -220,6 +255,29 @@ def test_mixed_precision_is_rounded_once_to_f32(kind):
             check_float_kinds(text, [kind, "f32"], "f32", exact)
     text = f"fma.rn.f32.{kind} %y, %x0, %x1, %x2"
     check_float_kinds(text, [kind, kind, "f32"], "f32", lambda a, b, c: a * b + c)
+
+
+def test_fma_of_infinities():
+    large, inf, nan = 1e200, np.inf, np.nan
+    cases = (
+        # the exact product is finite, that in float64 is not
+        (large, large, -inf, -inf), (large, -large, inf, inf), (large, large, inf, inf),
+        (large, large, nan, nan), (large, large, 0.0, inf), (large, -large, 0.0, -inf),
+        (inf, 1.0, -inf, nan), (inf, 0.0, 1.0, nan), (inf, -1.0, 1.0, -inf), (nan, 1.0, inf, nan),
+    )  # fmt: skip
+    *values, expected = ([float_bits(v, "f64") for v in each] for each in zip(*cases, strict=True))
+    found = apply("fma.rn.f64 %y, %x0, %x1, %x2", ["f64"] * 3, values, "f64")
+    np.testing.assert_array_equal(*(np.array(v, "u8").view("f8") for v in (found, expected)))
+
+
+def test_smaller_and_larger_of_zeros_and_nan():
+    one, two, minus, nan = 0x3F800000, 0x40000000, 1 << 31, 0x7FC00000
+    values, only = [[0, minus, nan, one, nan], [minus, 0, two, nan, nan]], 0x7FFFFFFF
+    for name, zeros in (("min", [minus] * 2), ("max", [0] * 2)):
+        found = apply(f"{name}.f32 %y, %x0, %x1", ["f32"] * 2, values, "f32")
+        assert found == [*zeros, two, one, only]
+        found = apply(f"{name}.NaN.f32 %y, %x0, %x1", ["f32"] * 2, values, "f32")
+        assert found == [*zeros, only, only, only]
 
 
 def test_subnormal_numbers_are_flushed():
@@ -297,6 +355,24 @@ def test_every_float16_converts_to_integers(kind):
         exact = min(max(round(to_fraction(code, "f16")), low), high)
         # a register that is wider than the type is extended by the sign
         assert integer == exact & (1 << max(bits, 16)) - 1
+
+
+@pytest.mark.parametrize("kind", ["s8", "u8", "s16", "u16", "s32", "u32", "s64", "u64"])
+def test_conversion_to_integers_rounds_and_saturates(kind):
+    bits, random = bits_of(kind), np.random.default_rng(0)
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if kind[0] == "s" else (0, (1 << bits) - 1)
+    values = random.standard_normal(COUNT) * 2.0 ** random.integers(-4, bits + 3, COUNT)
+    values[:8] = [0.5, 1.5, -0.5, -1.5, 2.5, high, low, 1e30]
+    modes = {"rni": round, "rzi": int, "rmi": lambda v: v // 1, "rpi": lambda v: -(-v // 1)}
+    mask, special = (1 << max(bits, 16)) - 1, low if kind[0] == "s" else 1 << bits - 1
+    for source, of_nan in (("f32", special if bits == 64 else 0), ("f64", special)):
+        exact = values.astype(np.float32 if source == "f32" else np.float64).tolist()
+        given = [float_bits(v, source) for v in [*exact, np.nan]]
+        for mode, function in modes.items():
+            text = f"cvt.{mode}.{kind}.{source} %y, %x0"
+            found = apply(text, [source], [given], f"b{max(bits, 16)}")
+            wanted = [min(max(int(function(Fraction(v))), low), high) for v in exact]
+            assert found == [v & mask for v in [*wanted, of_nan]], text
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "f32", "f64"])

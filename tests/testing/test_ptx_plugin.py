@@ -1,13 +1,11 @@
 """The plugin counts launches, and fails runs and tests that launch nothing."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import triton
+from programs import run_python
 from ptx_launches import KERNELS, Report, evenly_spaced, kernels_in
 
 ROOT = Path(__file__).parents[2]
@@ -93,15 +91,9 @@ def test_a_run_without_the_launches_that_it_should_have_fails(name, options, fai
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) != (3, 7):
         pytest.skip(f"PTX of Triton {triton.__version__} is not executed")
     (tmp_path / "test_inner.py").write_text(INNER)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.ptx_plugin", "-p", "no:cacheprovider"]
-    command += ["-c", "pyproject.toml", f"--rootdir={tmp_path}"]
-    run = subprocess.run(
-        [*command, *options, f"{tmp_path / 'test_inner.py'}::{name}"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    words = ["-m", "pytest", "-p", "tests.ptx_plugin", "-p", "no:cacheprovider"]
+    words += ["-c", "pyproject.toml", f"--rootdir={tmp_path}", *options]
+    run = run_python(*words, f"{tmp_path / 'test_inner.py'}::{name}", PYTHONPATH=str(ROOT))
     assert (run.returncode != 0) == bool(failure), run.stdout + run.stderr
     assert failure in run.stdout
     assert "1 passed" in run.stdout

@@ -5,12 +5,10 @@ process of its own.
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import triton
+from programs import output_of_compiled
 
 PROGRAM = """
 import json
@@ -96,20 +94,10 @@ print(json.dumps({arch: outcome(arch) for arch in (80, 90)}))
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) != (3, 7):
-        pytest.skip(f"PTX of Triton {triton.__version__} is not executed")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment.pop("GCNZC_CHECK_IDS", None)
     # compiled here and now
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout)
+    cache = {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    text = output_of_compiled("-W", "ignore", "-c", PROGRAM, GCNZC_CHECK_IDS=None, **cache)
+    return json.loads(text)
 
 
 @pytest.mark.compiled

@@ -149,7 +149,7 @@ def use_drop_compute(threshold, patch=setattr):
     def build(config, model, group, steps, signals):
         inner = torch.optim.SGD(model.parameters(), config.training.lr, momentum=0.9)
         own = {"micro_batches": config.training.accumulate, "threshold": threshold}
-        return DropCompute(inner, group, signals, clock=Scripted(), module=model, **own)
+        return DropCompute(inner, group, signals=signals, clock=Scripted(), module=model, **own)
 
     patch(train_module, "build_optimizer", build)
 

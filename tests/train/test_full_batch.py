@@ -3,9 +3,10 @@
 import signal
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from training import assert_same_weights, planted, saved
+from training import Listener, assert_same_weights, planted, saved
 
 from gcnzc import load
 from gcnzc.models import gnn
@@ -84,7 +85,8 @@ def test_a_large_graph_is_evaluated_layer_by_layer(config, tmp_path, monkeypatch
         "gcnzc.train.tasks.node.compute_logits",
         lambda *args: [used.append(1), compute_logits(*args)][1],
     )
-    one = train(config, tmp_path / "one")
+    one = train(replace(config, evaluate="auto"), tmp_path / "one", listener := Listener())
+    assert "evaluation: needed, in one pass over the whole graph" in "".join(listener.said)
     assert len(used) == 2
     monkeypatch.setattr(full_batch, "MAX_NODES_FACTOR", 0)
     monkeypatch.setattr(full_batch, "MAX_PASS_BYTES", 0)
@@ -92,6 +94,11 @@ def test_a_large_graph_is_evaluated_layer_by_layer(config, tmp_path, monkeypatch
     assert len(used) == 2
     assert one["valid_accuracy"] == pytest.approx(other["valid_accuracy"], abs=0.01)
     assert_same_weights(tmp_path / "one", tmp_path / "other")
+
+
+def test_a_group_of_several_workers_is_an_error(config, tmp_path):
+    with pytest.raises(ValueError, match=r"a group of 2 workers with --batch-size all.*\n\nhint: "):
+        train(config, tmp_path / "run", group=SimpleNamespace(world_size=2))
 
 
 def test_the_memory_of_all_layers_is_estimated(config, monkeypatch, tmp_path):

@@ -256,6 +256,9 @@ def test_times_of_pairs_and_nodes_are_dates(dated, tmp_path, capsys, monkeypatch
         message = capsys.readouterr().err
         assert f"--time {text} is not a time" in message
         assert "dates such as 2024-03-01 (UTC), or integers in s since 1970" in message
+    pairs.assign(time=["2024-03-01", "soon", ""]).to_csv("wrong.csv", index=False)
+    assert main(["predict", str(dated), "--out", "x.npy", "--pairs", "wrong.csv"]) == 1
+    assert "wrong.csv, line 3, column 'time': 'soon' is not a time" in capsys.readouterr().err
 
 
 def printed(capsys):
@@ -285,6 +288,10 @@ def test_commands_write_files(run, link_run, link_config, tmp_path, capsys, monk
     ends = pairs[["source", "target"]].to_numpy().T
     expected = predict_links(link_run, pairs=ends, fanouts=(3, 3)).scores
     np.testing.assert_array_equal(pd.read_parquet("links.parquet")["score"], expected)
+    np.save("ends.npy", ends)
+    words[1] = "ends.npy"
+    assert main(["predict", str(link_run), "--out", "links.npy", *words]) == 0
+    np.testing.assert_array_equal(np.load("links.npy")["score"], expected)
     # times in the file are those of the pairs of a temporal run
     timed = tmp_path / "timed"
     train(link_config.replace(temporal="uniform"), timed)

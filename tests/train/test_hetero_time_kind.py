@@ -54,6 +54,12 @@ def test_edges_earlier_than_their_nodes_need_the_times_of_edges(tmp_path):
     with pytest.raises(ValueError, match="later than the edge"):
         train(config_of(folder), tmp_path / "both")
     run, bare = tmp_path / "edge", saved(tmp_path / "bare")
+    for options, message in (
+        ({"temporal": "last:time=node"}, "--temporal last:time=node: no source .*bare has a time"),
+        ({"task": "link:edge_type=buys,reverse_types=sold"}, "there is no edge type"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(config_of(bare, **options), tmp_path / "wrong")
     line = train(config_of(folder, temporal="last:time=edge"), run)
     # as if nodes had no times
     expected = train(config_of(bare), tmp_path / "expected")

@@ -8,6 +8,7 @@ import errno
 import json
 import resource
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,31 @@ def test_all_files_are_written_once_the_disk_has_space_again(config, tmp_path, a
     assert saved(run)["epoch"] == 6
     assert not [path for path in run.rglob("*") if "partial" in path.name]
     assert steps_in_tensorboard(run) == list(range(1, 7))
+
+
+@restored_limit()
+def test_states_of_workers_are_written_once_the_disk_has_space_again(config, tmp_path, after_epoch):
+    run, listener = tmp_path / "run", Listener()
+    config = replace(config, strategy="local-sgd", epochs=4)
+    after_epoch[2] = lambda: limit((run / "record.jsonl").stat().st_size + 100)
+    after_epoch[3] = lambda: limit(resource.RLIM_INFINITY)
+    assert train(config, run, listener)["unsaved"] == {}
+    (said,) = [line for line in listener.said if f"{run / 'workers'} could not be written" in line]
+    assert "worker 0 could not write its state: " in said
+    assert saved(run)["epoch"] == 4
+    for path in (run / "workers").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"/workers/\d+-0\.pt is damaged"):
+        train(replace(config, resume=run, epochs=5), run)
+
+
+def test_a_run_folder_that_is_moved_ends_the_run_and_is_resumed(config, tmp_path, after_epoch):
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    after_epoch[2] = lambda: run.rename(moved)
+    with pytest.raises(ValueError, match=r"run was moved or removed .*\n\nhint: .*--resume FOLDER"):
+        train(config, run)
+    after_epoch.clear()
+    assert train(replace(config, resume=moved), moved)["epochs"] == 6
 
 
 @pytest.mark.usefixtures("draws_curves")

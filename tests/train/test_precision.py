@@ -23,7 +23,7 @@ from training import (
 
 from gcnzc import prepare
 from gcnzc.exchange import Group, init_group
-from gcnzc.train import precision
+from gcnzc.train import checkpoint, precision
 from gcnzc.train.build import build_optimizer
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
@@ -160,6 +160,9 @@ def test_a_run_resumes_bit_for_bit(choice, config, tmp_path, monkeypatch):
         assert skips[0].endswith(f"the loss scale is now {2.0**19:g}")
     for mine, other in zip(lines(tmp_path / "whole"), lines(tmp_path / "cut"), strict=True):
         assert mine["loss"] == other["loss"]
+    checkpoint.save(tmp_path / "cut/checkpoint.pt", cut | {"scaler": -cut["scaler"]})
+    with pytest.raises(ValueError, match=r"checkpoint.pt is damaged: the states of GradScaler"):
+        train(replace(config, resume=tmp_path / "cut", epochs=4), tmp_path / "cut")
 
 
 def test_with_other_workers_all_continue_with_the_smallest_scale():
@@ -194,6 +197,14 @@ def test_the_loss_scale_changes_no_bit_and_gradients_are_clipped_after_unscaling
     found = steps_of(config, scaled)
     # a power of two
     assert torch.equal(found, steps_of(config, Precision("float32", CPU)))
+    assert scaled.loss_scale == 2**16
+
+
+def test_a_step_without_gradients_keeps_the_loss_scale():
+    scaled, model = Precision("fp16", CPU), nn.Linear(5, 3)
+    optimizer = build_method(TrainConfig(), model, Group(), 1)
+    scaled.scale(model(torch.randn(8, 5)).sum())
+    scaled.step(optimizer)
     assert scaled.loss_scale == 2**16
 
 

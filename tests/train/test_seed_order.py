@@ -54,6 +54,14 @@ def test_a_run_of_rotating_chunks_resumes_bit_for_bit(config, tmp_path):
     assert_same_weights(whole, cut)
 
 
+def test_the_local_seeds_of_one_worker_are_all_seeds(config, tmp_path):
+    config = replace(config, seed_order="local", epochs=1)
+    train(config, tmp_path / "run")
+    assert [line["seeds_checksum"] for line in record(tmp_path / "run")] == expected_checksums(
+        config
+    )
+
+
 @pytest.mark.processes
 def test_a_run_of_local_seeds_resumes_with_another_number_of_workers(config, tmp_path):
     config = config.replace(seed_order="local")

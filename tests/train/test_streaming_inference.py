@@ -1,5 +1,6 @@
 """Inference with rows on disk equals inference in memory bit for bit, and resumes after a kill."""
 
+import errno
 import itertools
 import os
 import random
@@ -238,6 +239,17 @@ def test_wrong_folders_and_memory_are_refused(small, tmp_path, monkeypatch):
         inference(model, graph, table, scratch=folder)
 
 
+@pytest.mark.parametrize("call", ["pwrite", "fdatasync"])
+def test_the_file_that_a_full_disk_cannot_hold_is_named(call, small, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, fail)
+    table = FeatureTable(torch.randn(60, 5).double())
+    with pytest.raises(OSError, match=r"No space left on device: '.*\.rows'"):
+        inference(made("gcn", 5, 8, 4), random_graph(), table, scratch=tmp_path, **small)
+
+
 def problem(num_nodes=3000):
     torch.manual_seed(0)
     graph = random_graph(num_nodes, 10 * num_nodes)
@@ -337,3 +349,8 @@ def test_label_inputs_are_read_and_identified(small, tmp_path):
     assert torch.equal(found, inference(model, graph, tables[0], batch_nodes=7))
     with pytest.raises(ValueError, match="features differ"):
         inference(model, graph, tables[1], scratch=tmp_path, **small)
+    data.labels = torch.arange(60) % 4
+    with pytest.raises(
+        ValueError, match=r"of 3 classes as features, but .* have labels of class 3"
+    ):
+        LabelInputs(data, 3, False)

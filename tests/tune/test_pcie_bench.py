@@ -129,6 +129,10 @@ def test_the_gather_of_a_table_is_measured(machine):
     assert rate == pytest.approx(0.8e9)
     # checked once, then in rounds
     assert machine.places == [(104, 20)] * (pcie_bench.ROUNDS + 2)
+    found = pcie_bench.report(shape, machine.gpu, num_bytes=1 << 18)
+    assert found["table"]["payload_bytes_per_s"] == pytest.approx(0.8e9)
+    assert found["table"]["share_of_dense"] == pytest.approx(0.8)
+    assert found["table"]["share_of_link"] == pytest.approx(0.4 / found["table"]["efficiency"])
 
 
 def test_wrong_rows_are_reported(machine, monkeypatch):

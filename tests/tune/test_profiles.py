@@ -2,7 +2,7 @@
 
 import json
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -224,13 +224,8 @@ def test_a_damaged_or_foreign_file_is_ignored_and_replaced(text, cache):
 
 def test_profiles_saved_at_the_same_time_are_both_kept():
     tables = [aligned(num_rows=number) for number in range(1, 9)]
-    threads = [
-        threading.Thread(target=lambda table=table: profiles.save(made(table))) for table in tables
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda table: profiles.save(made(table)), tables))
     assert sorted(one.rows for one in profiles.read()) == list(range(1, 9))
 
 

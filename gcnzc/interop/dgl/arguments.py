@@ -16,7 +16,7 @@ from gcnzc.system.arguments import as_ids, check_fanouts, describe
 
 
 def check_graph(graph: Any) -> None:
-    """Check that `graph` is a DGL graph on the host, with edge types and no type without nodes.
+    """Check that `graph` is a DGL graph on the host, and no type is without nodes.
 
     Raises:
         ValueError: it is not.
@@ -24,8 +24,6 @@ def check_graph(graph: Any) -> None:
     dgl = import_dgl()
     if not isinstance(graph, dgl.DGLGraph) or graph.is_block:
         raise ValueError(f"graph: DataLoader does not support {describe(graph)}")
-    if not graph.canonical_etypes:
-        raise ValueError("the graph has no edge types to sample from")
     for kind in graph.ntypes if is_typed(graph) else ():
         if graph.num_nodes(kind) == 0:
             raise ValueError(

@@ -7,9 +7,9 @@ stay equal bit for bit.
 
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, overload
+from typing import Any, ClassVar, Protocol, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -17,19 +17,17 @@ from torch.optim import Optimizer
 
 from gcnzc.compress.reducer import describe_non_finite
 from gcnzc.exchange import Algorithm, Caller, Group, current_group, run
-from gcnzc.exchange.layout import hash_lines
+from gcnzc.exchange.engine import hash_lines
 from gcnzc.exchange.sync import check_same
 from gcnzc.optim.embedding.row_exchange import RowGradients, exchange_counts, mean_of_rows
 from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.validation import check_group, check_options
-from gcnzc.system.arguments import THREADS_LIMIT, check_integer, check_kind, describe
+from gcnzc.system.arguments import THREADS_LIMIT, check_integer, describe
 from gcnzc.system.array_file import read_arrays, read_meta, write_arrays
-from gcnzc.system.row_memory import DTYPES, allocate, check_writable, new_mapped_file
+from gcnzc.system.row_memory import allocate, check_writable, new_mapped_file
 
 # rows of a table whose values are compared between ranks before the first step
 SAMPLED_ROWS = 1024
-
-_TABLES_HINT = "gcnzc.features.EmbeddingTable, or a dict of them by name"
 
 
 class RowTable(Protocol):
@@ -48,6 +46,10 @@ class RowTable(Protocol):
         """Forget the gradients since the last `take_gradients`."""
 
 
+Tables: TypeAlias = RowTable | Mapping[str, RowTable]
+Values: TypeAlias = Mapping[str, Any]
+
+
 class RowOptimizer(Optimizer):
     """The base class of `SparseAdam`, `SparseAdagrad` and `SparseSGD`.
 
@@ -62,7 +64,7 @@ class RowOptimizer(Optimizer):
 
     Args:
         tables: a table, or tables by name, the same on all ranks.
-        defaults: the options.
+        defaults: the options of the parameter group.
         group: the ranks that communicate; those of torch.distributed's default process group if
             None.
         threads: number of threads. Default: `torch.get_num_threads()`.
@@ -81,11 +83,12 @@ class RowOptimizer(Optimizer):
 
     def __init__(
         self,
-        tables: RowTable | Mapping[str, RowTable],
+        tables: Tables,
         defaults: dict[str, Any],
-        group: Group | None,
-        threads: int | None,
-        state_folder: str | Path | None,
+        *,
+        group: Group | None = None,
+        threads: int | None = None,
+        state_folder: str | Path | None = None,
     ) -> None:
         self.tables = _named(tables)
         """the tables by name; a single table has the empty name"""
@@ -144,19 +147,13 @@ class RowOptimizer(Optimizer):
         """Set the initial values of a tensor of the state, which has zeros."""
 
     @abstractmethod
-    def update(
-        self,
-        rows: Tensor,
-        state: Mapping[str, Any],
-        gradients: RowGradients,
-        options: Mapping[str, Any],
-    ) -> None:
+    def update(self, rows: Tensor, state: Values, mean: RowGradients, options: Values) -> None:
         """Update rows and their state in place.
 
         Args:
             rows: of the table.
             state: of the table; `step` is the number of this step, from 1.
-            gradients: the mean gradients of rows.
+            mean: the mean gradients of rows.
             options: of the parameter group.
         """
 
@@ -270,32 +267,22 @@ class RowOptimizer(Optimizer):
             ValueError: it is of another optimizer or other tables, or an option is out of its
                 range. Nothing is loaded then.
         """
-        self._check_name(state_dict.get("optimizer"), "the state")
-        options = self._checked_options(state_dict["param_groups"][0], "the state")
-        saved = state_dict["state"]
-        if sorted(saved) != list(range(len(self.tables))):
-            raise ValueError(
-                f"the state has tables {sorted(saved)}, but {self.name} has "
-                f"{len(self.tables)}\n\nhint: was it saved for other tables?"
-            )
-        for number, (name, table) in enumerate(self.tables.items()):
+        saved = [each for _, each in sorted(state_dict["state"].items())]
+        steps = [each["step"] for each in saved]
+        options = self._check(state_dict, state_dict["param_groups"][0], steps, "the state")
+        pairs = []
+        for (name, table), found in zip(self.tables.items(), saved, strict=True):
             for state_name in self.state_names:
-                found, rows = saved[number].get(state_name), table.rows
-                if not isinstance(found, Tensor) or (found.shape, found.dtype) != (
-                    rows.shape,
-                    rows.dtype,
-                ):
+                own, value = self.state[table.rows][state_name], found[state_name]
+                if (value.shape, value.dtype) != (own.shape, own.dtype):
                     raise ValueError(
-                        f"{state_name} of {_describe(name)} is {describe(found)} in the state, for "
-                        f"rows of {rows.dtype} and shape {tuple(rows.shape)}\n\n"
-                        "hint: was it saved for other tables?"
+                        f"{state_name} of {_describe(name)} is {describe(value)} in the state, not "
+                        f"{describe(own)}\n\nhint: was it saved for other tables?"
                     )
-        for number, table in enumerate(self.tables.values()):
-            own = self.state[table.rows]
-            own["step"] = int(saved[number]["step"])
-            for state_name in self.state_names:
-                own[state_name].copy_(saved[number][state_name])
-        self._restore(options, state_dict)
+                pairs.append((own, value))
+        for own, value in pairs:
+            own.copy_(value)
+        self._restore(options, state_dict, steps)
 
     def save(self, path: str | Path) -> None:
         """Write the rows and the state of all tables to a file, atomically, with checksums.
@@ -338,25 +325,37 @@ class RowOptimizer(Optimizer):
         """
         path = Path(path)
         meta = read_meta(path)
-        self._check_name(meta.get("optimizer"), str(path))
-        saved = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in meta["options"].items()
-        }
-        options = self._checked_options(saved, str(path))
-        if len(meta["table_steps"]) != len(self.tables):
-            raise ValueError(
-                f"{path} has {len(meta['table_steps'])} tables, but {self.name} has "
-                f"{len(self.tables)}\n\nhint: was it saved for other tables?"
-            )
+        options = self._check(meta, meta["options"], meta["table_steps"], str(path))
         read_arrays(path, self._arrays())
-        for table, step in zip(self.tables.values(), meta["table_steps"], strict=True):
-            self.state[table.rows]["step"] = step
-        self._restore(options, meta)
+        self._restore(options, meta, meta["table_steps"])
 
-    def _restore(self, options: dict[str, Any], numbers: Mapping[str, Any]) -> None:
+    def _check(
+        self, meta: Values, options: Values, steps: Sequence[int], where: str
+    ) -> dict[str, Any]:
+        """Check that a state is of this optimizer, and return its options."""
+        if meta.get("optimizer") != self.name:
+            raise ValueError(
+                f"{where} is of {meta.get('optimizer')}, not of {self.name}\n\nhint: load it with "
+                "the optimizer that saved it"
+            )
+        if len(steps) != len(self.tables):
+            raise ValueError(
+                f"{where} has {len(steps)} tables, but {self.name} has {len(self.tables)}\n\nhint: "
+                "was it saved for other tables?"
+            )
+        found = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in options.items()
+            if name != "params"
+        }
+        check_options(found, self.defaults, f" of {where}")
+        return found
+
+    def _restore(self, options: dict[str, Any], meta: Values, steps: Sequence[int]) -> None:
         self.param_groups[0].update(options)
-        self.steps, self.skipped = int(numbers["steps"]), int(numbers["skipped"])
+        for table, step in zip(self.tables.values(), steps, strict=True):
+            self.state[table.rows]["step"] = int(step)
+        self.steps, self.skipped = int(meta["steps"]), int(meta["skipped"])
         self.zero_grad()
         self._is_compared = False
 
@@ -369,37 +368,19 @@ class RowOptimizer(Optimizer):
                 arrays[f"{front}{state_name}"] = self.state[table.rows][state_name].numpy()
         return arrays
 
-    def _check_name(self, found: object, where: str) -> None:
-        if found != self.name:
-            raise ValueError(
-                f"{where} is of {found if isinstance(found, str) else 'another optimizer'}, not of "
-                f"{self.name}\n\nhint: load it with the optimizer that saved it"
-            )
 
-    def _checked_options(self, saved: Mapping[str, Any], where: str) -> dict[str, Any]:
-        options = {name: value for name, value in saved.items() if name != "params"}
-        missing = [name for name in self.defaults if name not in options]
-        if missing:
-            raise ValueError(f"{where} has no option {missing[0]}\n\nhint: was it edited?")
-        check_options(options, self.defaults, f" of {where}")
-        return options
-
-
-def _named(tables: RowTable | Mapping[str, RowTable]) -> dict[str, RowTable]:
+def _named(tables: Tables) -> dict[str, RowTable]:
     named = dict(tables) if isinstance(tables, Mapping) else {"": tables}
     if not named:
-        raise ValueError(f"tables is empty\n\nhint: {_TABLES_HINT}")
+        raise ValueError(
+            "tables is empty\n\nhint: give a gcnzc.features.EmbeddingTable, or several"
+        )
     for name, table in named.items():
-        check_kind("the name of a table", name, str, _TABLES_HINT)
-        if not hasattr(table, "take_gradients"):
-            raise TypeError(f"{_describe(name)} is {describe(table)}\n\nhint: {_TABLES_HINT}")
         if not table.is_trainable:
             raise ValueError(
                 f"{_describe(name)} is read-only\n\nhint: EmbeddingTable.open(path) opens a file "
                 "whose rows are trained"
             )
-        if table.rows.dtype not in DTYPES:
-            raise TypeError(f"{_describe(name)} has {table.rows.dtype}\n\nhint: {_TABLES_HINT}")
         check_writable(table.rows, _describe(name))
     addresses = {id(table.rows) for table in named.values()}
     if len(addresses) < len(named):

@@ -1,14 +1,11 @@
 """SGD, Adagrad and Adam for trainable embeddings."""
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from gcnzc.exchange import Group
 from gcnzc.kernels.embedding.update import update_adagrad, update_adam, update_sgd
-from gcnzc.optim.embedding.base import RowOptimizer, RowTable
+from gcnzc.optim.embedding.base import RowOptimizer, Tables, Values
 from gcnzc.optim.embedding.row_exchange import RowGradients
 from gcnzc.optim.validation import check_at_least_zero
 
@@ -19,33 +16,19 @@ class SparseSGD(RowOptimizer):
     Args:
         tables: see `RowOptimizer`.
         lr: the learning rate.
-        group: see `RowOptimizer`.
-        threads: see `RowOptimizer`.
+        options: `group` and `threads` of `RowOptimizer`.
 
     Raises:
         TypeError, ValueError: see `RowOptimizer`.
     """
 
-    def __init__(
-        self,
-        tables: RowTable | Mapping[str, RowTable],
-        lr: float = 1e-3,
-        *,
-        group: Group | None = None,
-        threads: int | None = None,
-    ) -> None:
-        super().__init__(tables, {"lr": lr}, group, threads, None)
+    def __init__(self, tables: Tables, lr: float = 1e-3, **options: Any) -> None:
+        super().__init__(tables, {"lr": lr}, **options)
 
-    def update(
-        self,
-        rows: Tensor,
-        state: Mapping[str, Any],
-        gradients: RowGradients,
-        options: Mapping[str, Any],
-    ) -> None:
+    def update(self, rows: Tensor, state: Values, mean: RowGradients, options: Values) -> None:
         """See `RowOptimizer`."""
         lr = float(options["lr"])
-        update_sgd(rows, gradients.ids, gradients.values, lr=lr, threads=self.threads)
+        update_sgd(rows, mean.ids, mean.values, lr=lr, threads=self.threads)
 
 
 class SparseAdagrad(RowOptimizer):
@@ -60,9 +43,7 @@ class SparseAdagrad(RowOptimizer):
         lr_decay: step k of a table uses lr / (1 + (k - 1) lr_decay).
         initial_accumulator_value: the initial value of the sums of squares.
         eps: is added to the root of the sums.
-        group: see `RowOptimizer`.
-        threads: see `RowOptimizer`.
-        state_folder: see `RowOptimizer`.
+        options: `group`, `threads` and `state_folder` of `RowOptimizer`.
 
     Raises:
         TypeError, ValueError, RuntimeError, FileExistsError: see `RowOptimizer`.
@@ -72,25 +53,19 @@ class SparseAdagrad(RowOptimizer):
 
     def __init__(
         self,
-        tables: RowTable | Mapping[str, RowTable],
+        tables: Tables,
         lr: float = 1e-2,
         *,
         lr_decay: float = 0.0,
         initial_accumulator_value: float = 0.0,
         eps: float = 1e-10,
-        group: Group | None = None,
-        threads: int | None = None,
-        state_folder: str | Path | None = None,
+        **options: Any,
     ) -> None:
         check_at_least_zero("lr_decay", lr_decay)
         check_at_least_zero("initial_accumulator_value", initial_accumulator_value)
-        options = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "eps": eps,
-            "initial_accumulator_value": initial_accumulator_value,
-        }
-        super().__init__(tables, options, group, threads, state_folder)
+        defaults = {"lr": lr, "lr_decay": lr_decay, "eps": eps}
+        defaults["initial_accumulator_value"] = initial_accumulator_value
+        super().__init__(tables, defaults, **options)
 
     def initialize(self, state: Tensor) -> None:
         """See `RowOptimizer`."""
@@ -99,16 +74,10 @@ class SparseAdagrad(RowOptimizer):
         if initial:
             state.fill_(initial)
 
-    def update(
-        self,
-        rows: Tensor,
-        state: Mapping[str, Any],
-        gradients: RowGradients,
-        options: Mapping[str, Any],
-    ) -> None:
+    def update(self, rows: Tensor, state: Values, mean: RowGradients, options: Values) -> None:
         """See `RowOptimizer`."""
         update_adagrad(
-            *(rows, state["sum"], gradients.ids, gradients.values),
+            *(rows, state["sum"], mean.ids, mean.values),
             lr=float(options["lr"]) / (1 + (state["step"] - 1) * options["lr_decay"]),
             eps=options["eps"],
             threads=self.threads,
@@ -126,9 +95,7 @@ class SparseAdam(RowOptimizer):
         lr: the learning rate.
         betas: the decay rates of the first and the second moments.
         eps: is added to the root of the second moments.
-        group: see `RowOptimizer`.
-        threads: see `RowOptimizer`.
-        state_folder: see `RowOptimizer`.
+        options: `group`, `threads` and `state_folder` of `RowOptimizer`.
 
     Raises:
         TypeError, ValueError, RuntimeError, FileExistsError: see `RowOptimizer`.
@@ -138,31 +105,20 @@ class SparseAdam(RowOptimizer):
 
     def __init__(
         self,
-        tables: RowTable | Mapping[str, RowTable],
+        tables: Tables,
         lr: float = 1e-3,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        group: Group | None = None,
-        threads: int | None = None,
-        state_folder: str | Path | None = None,
+        **options: Any,
     ) -> None:
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
-            raise ValueError(f"betas is {betas!r}\n\nhint: give two numbers, such as (0.9, 0.999)")
-        betas = (betas[0], betas[1])
-        options = {"lr": lr, "betas": betas, "eps": eps}
-        super().__init__(tables, options, group, threads, state_folder)
+        beta1, beta2 = betas
+        super().__init__(tables, {"lr": lr, "betas": (beta1, beta2), "eps": eps}, **options)
 
-    def update(
-        self,
-        rows: Tensor,
-        state: Mapping[str, Any],
-        gradients: RowGradients,
-        options: Mapping[str, Any],
-    ) -> None:
+    def update(self, rows: Tensor, state: Values, mean: RowGradients, options: Values) -> None:
         """See `RowOptimizer`."""
         update_adam(
-            *(rows, state["exp_avg"], state["exp_avg_sq"], gradients.ids, gradients.values),
+            *(rows, state["exp_avg"], state["exp_avg_sq"], mean.ids, mean.values),
             lr=float(options["lr"]),
             betas=options["betas"],
             eps=options["eps"],

@@ -13,7 +13,6 @@ from gcnzc.kernels.aggregate import (
     sum_triton,
 )
 
-WIDTHS = [1, 3, 100, 127, 128, 129, 700]
 HALF = [torch.float16, torch.bfloat16]
 
 
@@ -26,22 +25,6 @@ def summed(fn, indptr, indices, x, *scale):
     """The sum and its gradient."""
     leaf = x.detach().requires_grad_()
     return both(lambda *block: fn(*block, *scale), indptr, indices, [leaf])
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("pointers", [torch.int32, torch.int64])
-@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
-def test_equals_reference(width, pointers, ids):
-    indptr, indices = random_block(70, 50, 9, pointers=pointers, ids=ids)
-    x = torch.randn(70, width, dtype=torch.float64)
-    for scale in scales(70, 50):
-        scale = [s if s is None else s.double() for s in scale]
-        for found, expected in zip(
-            summed(aggregate, indptr, indices, x, *scale),
-            summed(aggregate_reference, indptr, indices, x, *scale),
-            strict=True,
-        ):
-            torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("num_sources", [50, 70])
@@ -71,52 +54,6 @@ def test_with_rows_of_targets_equals_the_sum_and_a_slice(num_sources, used):
         aggregate_with_targets(indptr, indices, x[:40], a[:40], b)
 
 
-def test_gradient_is_that_of_finite_differences():
-    indptr, indices = random_block(7, 5, 4)
-    x = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
-    for scale in scales(7, 5):
-        scale = [s if s is None else s.double() for s in scale]
-        assert torch.autograd.gradcheck(lambda x, s=scale: aggregate(indptr, indices, x, *s), x)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-def test_is_as_exact_as_torch():
-    indptr, indices = random_block(3000, 400, 600)
-    x = torch.randn(3000, 64) + 1
-    mean = 1 / indptr.diff().clamp(min=1).double()
-    exact = summed(aggregate_reference, indptr, indices, x.double(), None, mean)
-    ours = summed(aggregate, indptr, indices, x, None, mean.float())
-    by_index = summed(aggregate_reference, indptr, indices, x, None, mean.float())
-
-    values = mean.float().repeat_interleave(indptr.diff())
-    size = (400, 3000)
-    matrix = torch.sparse_csr_tensor(
-        indptr.long(), indices.long(), values, size, check_invariants=False
-    )
-    sparse = matrix @ x
-    for which in (0, 1):
-        error = (ours[which] - exact[which]).pow(2).mean()
-        assert error <= (by_index[which] - exact[which]).pow(2).mean()
-    assert (ours[0] - exact[0]).pow(2).mean() <= (sparse - exact[0]).pow(2).mean()
-
-
-def test_is_the_same_for_any_number_of_threads():
-    indptr, indices = random_block(900, 4000, 20)
-    x = torch.randn(900, 20)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 8):
-            torch.set_num_threads(count)
-            # a block of its own, so that its transpose is made with these threads too
-            results.append(summed(aggregate, indptr.clone(), indices.clone(), x))
-    finally:
-        torch.set_num_threads(threads)
-    for out, grad in results[1:]:
-        assert torch.equal(out, results[0][0])
-        assert torch.equal(grad, results[0][1])
-
-
 def test_one_target_may_have_nearly_all_edges():
     degrees = torch.tensor([0, 1, 20000, 0, 2])
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
@@ -144,15 +81,6 @@ def test_reads_a_strided_gradient():
     aggregate(indptr, indices, x).sum().backward()
     times = torch.bincount(indices, minlength=70).float()
     assert torch.equal(x.grad, times[:, None].expand(70, 8))
-
-
-@pytest.mark.parametrize(("num_sources", "num_targets"), [(0, 0), (5, 0), (5, 3), (0, 3)])
-def test_blocks_without_edges(num_sources, num_targets):
-    indptr = torch.zeros(num_targets + 1, dtype=torch.int32)
-    indices = torch.zeros(0, dtype=torch.int32)
-    out, grad = summed(aggregate, indptr, indices, torch.randn(num_sources, 4))
-    assert torch.equal(out, torch.zeros(num_targets, 4))
-    assert torch.equal(grad, torch.zeros(num_sources, 4))
 
 
 def test_transposes_the_block_only_for_a_gradient(monkeypatch):

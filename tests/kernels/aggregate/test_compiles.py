@@ -5,11 +5,8 @@ it is imported; so this runs in a process of its own. No kernel adds by atomics:
 sums the same from run to run.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
+from programs import output_of
 
 PROGRAM = """
 import re, sys
@@ -91,14 +88,7 @@ for rows, vector in [("*fp32", 4), ("*bf16", 8), ("*fp64", 2)]:
 @pytest.mark.compiled
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_compiles(arch, tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    program = PROGRAM.replace("ARCH", str(arch))
     # compiled here and now, whatever was compiled before
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("ARCH", str(arch))],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == "28 kernels\n"
+    cache = {"TRITON_CACHE_DIR": str(tmp_path)}
+    assert output_of("-c", program, TRITON_INTERPRET=None, **cache) == "28 kernels\n"

@@ -144,10 +144,23 @@ def test_only_kept_elements_have_a_gradient():
     assert torch.autograd.gradcheck(lambda v: dropout(v, 0.4, 9), (x,))
 
 
-def test_views_and_half_precision_are_supported():
-    x = torch.randn(64, 100).half()[:, 3:50]
-    expected = dropout_reference(x.float().contiguous(), 0.5, 3).half()
-    assert torch.equal(dropout(x, 0.5, 3), expected)
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_keeps_the_same_elements_and_rounds_once(dtype, device):
+    # views, too
+    x = torch.randn(777, 100).to(dtype)[:, 3:16]
+    expected = dropout_reference(x.float().contiguous(), 0.3, 5)
+    hidden = x.clone().requires_grad_()
+    out, rows = dropout(hidden, 0.3, 5), relu_dropout_(hidden * 1, 0.3, 5)
+    for found, right in ((out, expected), (rows, expected.relu())):
+        assert torch.equal(found, right.to(dtype))
+        (grad,) = torch.autograd.grad(found.sum(), hidden)
+        assert grad.dtype == dtype
+        assert torch.equal(grad != 0, right != 0)
+    # the interpreter cuts where a GPU rounds
+    error = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
+    on_gpu = dropout_triton(x.contiguous().to(device), 0.3, 5).cpu()
+    torch.testing.assert_close(on_gpu, out, rtol=error, atol=10 * error)
 
 
 def test_non_finite_values_are_dropped_or_kept():

@@ -1,12 +1,10 @@
 """Block-wise quantization: stated error bounds hold, and all implementations agree."""
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from bits import same_bits
 
 from gcnzc.kernels.codec import blocks_cpu
 from gcnzc.kernels.codec.block_layout import BlockLayout
@@ -50,11 +48,6 @@ def empty_rows(layout, beside=8, count=None):
     """Rows that are filled with what must stay beside them."""
     shape = (layout.num_parts if count is None else count, layout.row_bytes + beside)
     return torch.full(shape, GUARD, dtype=torch.uint8)
-
-
-def same_bits(found, expected):
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    return torch.equal(found.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
 
 
 def vectors(n, number):
@@ -429,61 +422,3 @@ def test_a_mean_is_summed_in_the_order_of_the_rows():
     assert torch.allclose(out, torch.full((3,), 1 / 3), rtol=2.0**-20)
     mean_of_blocks(rows[[0, 2, 1]], layout, out, "int8")
     assert (out == 0).all()
-
-
-PROGRAM = """
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from gcnzc.kernels.codec import blocks_gpu as gpu
-from gcnzc.kernels.codec.number_formats import NUMBER_FORMATS
-from gcnzc.kernels.codec.blocks_gpu import code_constants
-
-TYPES = {"codes": "*u8", "active": "*u8", "largest": "*i32", "inverse_count": "fp32",
-         "seed": "i64", "step": "i64", "offset": "i64", "part_elements": "i64",
-         "num_elements": "i64", "stride": "i64"}
-VECTORS = ["values", "error", "scales", "table", "out"]
-
-def ptx(kernel, **constants):
-    names = kernel.arg_names
-    kinds = dict.fromkeys(names, "i32") | TYPES | dict.fromkeys(VECTORS, "*fp32")
-    given = {"TILE": 1024, "ROWS": 4, "COLUMNS": 256, "HAS_ERROR": True, "HAS_ACTIVE": True}
-    given |= constants
-    given = {name: given[name] for name in names if name in given}
-    signature = {name: "constexpr" if name in given else kinds[name] for name in names}
-    made = compile(ASTSource(kernel, signature, given), GPUTarget("cuda", ARCH, 32),
-                   options={"enable_fp_fusion": False})
-    text = made.asm["ptx"]
-    assert "ld.global" in text and "st.global" in text
-    # nothing is approximate, flushed to zero, or rounded once where a CPU rounds twice
-    for words in ("fma.rn.f32", ".ftz", ".approx", "div.full", "atom.", "red.global"):
-        assert words not in text, (kernel, words)
-    return text
-
-made = [ptx(gpu.largest_gpu)]
-# both ways of rounding, of parts of bytes and of whole bytes
-for number, number_format in enumerate(NUMBER_FORMATS.values()):
-    random = number % 2 == 0
-    text = ptx(gpu.encode_gpu, STOCHASTIC=random, **code_constants(number_format))
-    assert "div.rn.f32" in text and ("mul.hi.u32" in text or not random)
-    made.append(text)
-for bits in (2, 4, 8):
-    kernels = gpu.update_error_gpu, gpu.mean_gpu, gpu.decode_gpu
-    made += [ptx(kernel, BITS=bits) for kernel in kernels]
-print(len(made), "kernels")
-"""
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
-def test_compiles(arch, tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    # compiled here and now, whatever was compiled before
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("ARCH", str(arch))],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == "16 kernels\n"

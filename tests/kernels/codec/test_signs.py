@@ -1,17 +1,10 @@
-"""Sign compression: all implementations agree, and nothing is lost with error feedback.
-
-That Triton's kernels compile is tested in a process of its own, since Triton chooses between
-compiler and interpreter when it is imported.
-"""
+"""Sign compression: all implementations agree, and nothing is lost with error feedback."""
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from bits import same_bits
 
 from gcnzc.kernels.codec import signs_cpu, signs_gpu
 from gcnzc.kernels.codec.block_layout import BlockLayout
@@ -77,10 +70,6 @@ def inputs(n, with_error, actives):
     error = torch.randn(n) if with_error else None
     active = {"all": None, "some": torch.rand(n) < 0.6, "none": torch.zeros(n, dtype=torch.bool)}
     return values, error, active[actives]
-
-
-def same_bits(one, other):
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def agree(layout, rows, expected):
@@ -294,83 +283,3 @@ def test_other_dtypes_are_supported(dtype):
     torch.testing.assert_close(sent + error, y, rtol=tolerance, atol=4 * tolerance)
     mean_of_signs(rows[:1], layout.part_layout(0), mean)
     torch.testing.assert_close(mean, sent[: layout.part_elements], rtol=tolerance, atol=tolerance)
-
-
-PROGRAM = """
-import json, sys
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from gcnzc.kernels.codec import signs_gpu as pack_gpu
-
-cases = json.loads(sys.argv[1])
-types = dict(values="*fp32", error="*fp32", active="*u8", words="*i32", out="*fp32")
-types |= dict(totals="*fp64", counts="*i64", n="i64", part_elements="i64",
-              block_elements="i32", blocks_per_part="i32")
-types |= dict(block_totals="*fp64", block_counts="*i64", num_blocks="i32")
-types |= dict(chunks_per_block="i32", stride="i32", num_rows="i32", inverse_count="fp32")
-made = []
-for name, constants in cases:
-    kernel = getattr(pack_gpu, name)
-    names = list(kernel.arg_names)
-    signature = {one: "constexpr" if one in constants else types[one] for one in names}
-    # what a launch knows: memory of torch's, lengths of parts and blocks, and n where it is even
-    known = {"values", "error", "active", "words", "out", "totals", "counts"}
-    known |= {"part_elements", "block_elements"}
-    known |= set() if constants.get("RAGGED", True) else {"n"}
-    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in names if n in known}
-    numbers = {(names.index(n),): value for n, value in constants.items()}
-    source = ASTSource(kernel, signature, numbers, attributes)
-    options = {}
-    if "WORDS" in constants:
-        options["num_warps"] = pack_gpu.num_warps(kernel, constants["WORDS"])
-    targets = [GPUTarget("cuda", arch, 32) for arch in (80, 90)]
-    made.append([compile(source, target, options=options).asm["ptx"] for target in targets])
-print(json.dumps(made))
-"""
-
-
-def compiled(cases, folder):
-    """PTX of each case for sm_80 and for sm_90, from one process, since its start is the most."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(folder)
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(cases)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
-
-
-WHOLE = {"RAGGED": False, "WORDS": signs_gpu.MAX_WORDS}
-ENCODE = {"HAS_ERROR": False, "HAS_ACTIVE": False, "SQUARES": True} | WHOLE
-EVERYTHING = {"HAS_ERROR": True, "HAS_ACTIVE": True}
-CASES = [
-    ("_encode", ENCODE),
-    ("_encode", ENCODE | EVERYTHING),
-    ("_encode", ENCODE | {"SQUARES": False}),
-    ("_update_error", WHOLE | {"HAS_ACTIVE": True}),
-    ("_decode", WHOLE | {"HAS_ACTIVE": True}),
-    ("_decode", WHOLE | {"HAS_ACTIVE": False}),
-    ("_mean", WHOLE),
-    ("_add_sums", {"TOTALS": signs_gpu.TOTALS}),
-    ("_write_scales", {"SQUARES": True, "BLOCKS": signs_gpu.SCALES_PER_PROGRAM}),
-    # with a last word that is not whole, and a program of a small block
-    ("_encode", ENCODE | {"RAGGED": True}),
-    ("_decode", WHOLE | {"HAS_ACTIVE": True, "RAGGED": True}),
-    ("_encode", ENCODE | {"WORDS": 1}),
-]
-
-
-@pytest.mark.compiled
-def test_compiled_kernels_spill_nothing_and_round_as_on_the_cpu(tmp_path):
-    """The sectors that they touch are counted in tests/ptx/test_codec_traffic.py."""
-    made = compiled(CASES, tmp_path)
-    for (name, _), texts in zip(CASES, made, strict=True):
-        for ptx in texts:
-            # nothing is kept in memory of a lane's own, and no sum has a product fused to it
-            assert ".local" not in ptx
-            assert "fma.rn.f32" not in ptx
-            # only one lane of a block divides in float64
-            assert ("div.rn.f64" in ptx) == (name == "_write_scales"), name

@@ -13,11 +13,7 @@ from gcnzc.kernels.codec.index_codes import (
     unpack_indices,
     unpack_indices_reference,
 )
-from gcnzc.kernels.codec.random_indices import (
-    draw_index,
-    draw_indices,
-    draw_indices_reference,
-)
+from gcnzc.kernels.codec.random_indices import draw_index, draw_indices, draw_indices_reference
 from gcnzc.kernels.codec.selection import (
     Segments,
     count_above,

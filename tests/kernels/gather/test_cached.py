@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bits import same_bits
 
 from gcnzc.kernels.gather import gather_reference
 from gcnzc.kernels.gather.cached import (
@@ -44,14 +45,6 @@ def table_of(dtype, columns, pad=0):
         return torch.randint(2, (ROWS, width), dtype=torch.uint8).view(dtype)[:, :columns]
     memory = torch.randint(256, (ROWS, width * dtype.itemsize), dtype=torch.uint8)
     return memory.view(dtype)[:, :columns]
-
-
-def same_bits(found, expected):
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    return torch.equal(
-        found.cpu().contiguous().view(torch.uint8), expected.cpu().contiguous().view(torch.uint8)
-    )
 
 
 def readable(table, device):

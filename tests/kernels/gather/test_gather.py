@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from bits import same_bits
 
 from gcnzc.kernels.gather import cpu as module
 from gcnzc.kernels.gather import gather, gather_numba, gather_reference, gather_triton
@@ -37,14 +38,6 @@ def random_bits(num_rows, num_cols, dtype, device):
     if dtype == torch.bool:
         bits %= 2
     return bits.to(torch.uint8).view(dtype)
-
-
-def same_bits(a, b):
-    assert a.shape == b.shape
-    assert a.dtype == b.dtype
-    if a.numel() == 0:
-        return True
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def on(implementation, device):

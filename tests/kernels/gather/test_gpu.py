@@ -1,9 +1,12 @@
 """Every layout of lanes equals the reference bit for bit, for every alignment of rows."""
 
 import itertools
+import os
 
+import numpy as np
 import pytest
 import torch
+from bits import same_bits
 from slow_cases import mark_slow
 
 from gcnzc.kernels.gather import gather_reference, gather_triton
@@ -32,12 +35,6 @@ def table_of(row_bytes, unit, dtype, device, num_rows=None, inset=0):
     words = memory[begin:]
     words = words[: len(words) // size * size].view(dtype)
     return words.as_strided((num_rows, row_bytes // size), (stride // size, 1))
-
-
-def same_bits(found, expected):
-    return torch.equal(
-        found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
-    )
 
 
 def check(row_bytes, unit, dtype, layout, device, inset=0, **options):
@@ -160,27 +157,6 @@ def test_rows_of_a_result_may_be_more_than_31_bits_of_words_apart(is_ordered, de
     assert torch.equal(out, table[ids])
 
 
-@pytest.mark.triton
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
-@pytest.mark.parametrize(
-    ("row_bytes", "unit"), [(4, 4), (100, 4), (400, 16), (1204, 4), (512, 128)]
-)
-def test_cached_rows_are_read_from_their_copies(share, row_bytes, unit, device):
-    """Bit for bit; and from nowhere else: the rows themselves are gone."""
-    table = table_of(row_bytes, unit, torch.float32, torch.device("cpu"), num_rows=200)
-    rows = table.clone()
-    ids = torch.randperm(200)[: int(share * 200)]
-    cached = make_cached_rows(table, ids, device)
-    table.view(torch.int32)[ids] = 0x7FC00000
-    asked = torch.randint(200, (700,))
-    readable = table.to(device) if device.type == "cpu" else table.pin_memory()
-    found = gather_rows(readable, asked.to(device), cached=cached)
-    assert same_bits(found.cpu(), rows[asked])
-    assert cached.num_rows == len(ids)
-    # without them the copies are not looked at
-    assert same_bits(gather_rows(readable, asked.to(device)).cpu(), table[asked])
-
-
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -285,3 +261,21 @@ def test_follows_pointers_through_a_whole_table(device):
     begin = int(order[0])
     chase_pointers(places.to(device), begin, steps - 1, out)
     assert int(out) == int(order[-1])
+
+
+def test_rows_are_read_in_the_requested_order(monkeypatch):
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("compiled kernels do not tell their addresses")
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    addresses, plain = [], interpreter.InterpreterBuilder.create_masked_load
+
+    def recorded(self, ptrs, mask, *rest):
+        if ptrs.data.ndim == 2:
+            addresses.append(ptrs.data[mask.data.any(1), 0].astype(np.int64))
+        return plain(self, ptrs, mask, *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", recorded)
+    table, ids = torch.randn(500, 128), torch.randperm(500)[:300]
+    found = gather_rows(table, ids, order=ids.argsort(), programs=1)
+    assert torch.equal(found, table[ids])
+    assert (np.diff(np.concatenate(addresses)) > 0).all()

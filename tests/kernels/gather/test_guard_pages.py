@@ -1,12 +1,8 @@
 """Gathers read no byte before or after the table: pages there may not be read."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from programs import output_of
 
-ROOT = Path(__file__).parents[3]
 # one byte, or vector, too many ends this process
 PROGRAM = """
 import os
@@ -55,6 +51,4 @@ print("Triton")
 
 @pytest.mark.processes
 def test_no_gather_reads_before_or_after_the_table():
-    command = [sys.executable, "-c", PROGRAM]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert run.stdout.split() == ["gather", "quantized", "Triton"], run.stderr
+    assert output_of("-c", PROGRAM).split() == ["gather", "quantized", "Triton"]

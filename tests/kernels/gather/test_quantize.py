@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from bits import same_bits
 
 from gcnzc.kernels.gather import (
     DEQUANTIZED_DTYPES,
@@ -55,15 +56,6 @@ def adversarial(num_columns):
 def quantized(rows, dtype, scale_columns=None):
     scales = compute_scales(largest(rows, scale_columns), dtype)
     return quantize(rows, scales, dtype, scale_columns), scales
-
-
-def same_bits(found, expected):
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    if found.numel() == 0:
-        return True
-    return torch.equal(
-        found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
-    )
 
 
 @codes_of_one_byte

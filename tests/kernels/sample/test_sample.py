@@ -1,10 +1,12 @@
 """`sample` equals its reference, and is uniform."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
+from bits import same_tensors
 from scipy.stats import chi2, chi2_contingency
 
 from gcnzc.kernels import sample as kernels_sample
@@ -31,28 +33,15 @@ def uneven():
     return graph_of_columns([random.integers(0, 500, degree) for degree in degrees])
 
 
-@pytest.fixture(params=["direct", "hashed"])
-def table(request, monkeypatch):
-    if request.param == "hashed":
-        monkeypatch.setattr(kernels_sample, "DIRECT_NODES", 0)
-    return request.param
-
-
 def poisoned(length, dtype):
     return torch.full((length,), -7, dtype=dtype)
 
 
 def assert_same(drawn, expected):
     assert drawn.num_nodes == expected.num_nodes
-    for mine, theirs in zip(
-        (drawn.nodes, *drawn.indptr, *drawn.indices),
-        (expected.nodes, *expected.indptr, *expected.indices),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
-    if drawn.edge_ids is not None:
-        for mine, theirs in zip(drawn.edge_ids, expected.edge_ids, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    if drawn.edge_ids is None:
+        expected = replace(expected, edge_ids=None)
+    assert same_tensors(drawn, expected)
 
 
 @pytest.mark.parametrize("fanouts", FANOUTS)
@@ -60,21 +49,19 @@ def assert_same(drawn, expected):
 def test_equals_reference(fanouts, dtype, table, uneven):
     indptr, indices = uneven
     workspace = Workspace()
-    for epoch, edge_ids in [(0, True), (2**32 - 1, False)]:
-        seeds = torch.randperm(500)[:30]
+    for epoch, edge_ids, once in [(0, True, False), (2**32 - 1, False, False), (5, True, True)]:
+        given = torch.randperm(500)[:30], fanouts, 2**64 - 3, epoch
         drawn = sample(
             indptr,
             indices.to(dtype),
-            seeds,
-            fanouts,
-            2**64 - 3,
-            epoch,
+            *given,
             edge_ids=edge_ids,
             workspace=workspace,
             empty=poisoned,
+            once=once,
         )
         assert (drawn.edge_ids is not None) == edge_ids
-        assert_same(drawn, sample_reference(indptr, indices, seeds, fanouts, 2**64 - 3, epoch))
+        assert_same(drawn, sample_reference(indptr, indices, *given, once=once))
 
 
 def test_fanouts_of_every_size_equal_the_reference(uneven, table):
@@ -119,6 +106,19 @@ def test_the_self_loops_of_a_seed_that_occurs_twice_are_its_own(table):
     assert_same(drawn, sample_reference(*graph, seeds, [-1, -1], 5, 0))
     rows = [row.tolist() for row in drawn.indices[0].tensor_split(drawn.indptr[0][1:-1])]
     assert rows == [[0, 1], [1, 4, 1], [2, 1], [3, 4, 3], [1]]
+
+
+def test_no_node_has_edges_at_two_hops():
+    graph = graph_of_columns(np.random.default_rng(0).integers(0, 100, (100, 20)))
+    seeds = torch.arange(5)
+    drawn = sample(*graph, seeds, [3, 3, 3], 0, 0, once=True)
+    degrees = torch.zeros(3, len(drawn.nodes), dtype=torch.int64)
+    for hop, indptr in enumerate(drawn.indptr):
+        degrees[hop, : len(indptr) - 1] = indptr.diff()
+    assert bool(((degrees > 0).sum(0) <= 1).all())
+    # the others draw again, and edges would come twice
+    again = sample(*graph, seeds, [3, 3, 3], 0, 0)
+    assert bool((again.indptr[1].diff()[:5] > 0).all())
 
 
 def test_all_neighbours_stay_in_stored_order(uneven):
@@ -286,32 +286,26 @@ def test_an_epoch_out_of_range_is_rejected(uneven, epoch):
         sample(*uneven, torch.arange(9), [3], 0, epoch)
 
 
-@pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_neighbour_out_of_range_is_rejected_and_not_read(
-    monkeypatch: pytest.MonkeyPatch, direct: bool, dtype: torch.dtype
-) -> None:
-    monkeypatch.setattr(kernels_sample, "DIRECT_NODES", 2**24 if direct else 0)
+def test_a_neighbour_out_of_range_is_rejected_and_not_read(table, dtype):
     indptr = torch.arange(0, 3001, 3)
     for wrong in (1000, -1, 2**31 - 1, -(2**31)):
         indices = torch.arange(3000, dtype=dtype) % 1000
         indices[1234] = wrong
-        workspace = kernels_sample.Workspace()
+        workspace = Workspace()
         with pytest.raises(ValueError, match=rf"node 411 has the in-neighbours \[{wrong}\]"):
-            kernels_sample.sample(
-                indptr, indices, torch.arange(1000), [3, 2], 0, 0, workspace=workspace
-            )
+            sample(indptr, indices, torch.arange(1000), [3, 2], 0, 0, workspace=workspace)
         # the workspace is as good as new
         indices[1234] = 0
         seeds = torch.arange(50)
-        again = kernels_sample.sample(indptr, indices, seeds, [3, 2], 0, 0, workspace=workspace)
-        fresh = kernels_sample.sample(indptr, indices, seeds, [3, 2], 0, 0)
+        again = sample(indptr, indices, seeds, [3, 2], 0, 0, workspace=workspace)
+        fresh = sample(indptr, indices, seeds, [3, 2], 0, 0)
         assert torch.equal(again.nodes, fresh.nodes)
 
 
 @pytest.mark.parametrize("wrong", [3001, -1, 2**62, -(2**63), 5])
-def test_columns_out_of_range_are_rejected_and_not_read(wrong: int) -> None:
+def test_columns_out_of_range_are_rejected_and_not_read(wrong):
     indptr, indices = torch.arange(0, 3001, 3), torch.arange(3000) % 1000
     indptr[412] = wrong
     with pytest.raises(ValueError, match=rf"edges into node 41[12] are .*{wrong}(.|\n)*hint: "):
-        kernels_sample.sample(indptr, indices, torch.arange(1000), [-1], 0, 0)
+        sample(indptr, indices, torch.arange(1000), [-1], 0, 0)

@@ -3,22 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from bits import same_tensors
 
-from gcnzc.kernels import sample as kernels_sample
 from gcnzc.kernels.sample import Workspace, sample, sample_reference
 from gcnzc.kernels.sample.exclude import exclude_edges, exclude_edges_reference, sort_columns
 
 FANOUTS = [[5], [3, 4, 2], [64, 65], [-1, 0, 7], [130, -1], [1, 1, 1, 1], [127, 128]]
-
-
-def assert_same(drawn, expected):
-    assert drawn.num_nodes == expected.num_nodes
-    for mine, theirs in zip(
-        (drawn.nodes, *drawn.indptr, *drawn.indices, *drawn.edge_ids),
-        (expected.nodes, *expected.indptr, *expected.indices, *expected.edge_ids),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +20,6 @@ def uneven():
     indptr = np.concatenate([[0], degrees.cumsum()])
     indices, _ = sort_columns(indptr, random.integers(0, 400, indptr[-1]))
     return indptr, indices
-
-
-@pytest.fixture(params=["direct", "hashed"])
-def table(request, monkeypatch):
-    if request.param == "hashed":
-        monkeypatch.setattr(kernels_sample, "DIRECT_NODES", 0)
 
 
 def some(indptr, indices, seeds, share, random):
@@ -70,18 +54,10 @@ def test_equals_reference(fanouts, share, table, uneven):
         workspace=Workspace(),
     )
     kept = [part.tolist() for part in exclude_edges_reference(indptr, indices, seeds, edges)]
-    assert_same(
-        drawn,
-        sample_reference(
-            torch.from_numpy(indptr),
-            torch.from_numpy(indices),
-            torch.from_numpy(seeds),
-            fanouts,
-            7,
-            3,
-            kept,
-        ),
-    )
+    graph = torch.from_numpy(indptr), torch.from_numpy(indices)
+    expected = sample_reference(*graph, torch.from_numpy(seeds), fanouts, 7, 3, kept)
+    assert drawn.num_nodes == expected.num_nodes
+    assert same_tensors(drawn, expected)
     for hop, fanout in enumerate(fanouts):
         targets = drawn.nodes[: drawn.num_nodes[hop]].repeat_interleave(drawn.indptr[hop].diff())
         met = zip(indices[drawn.edge_ids[hop]].tolist(), targets.tolist(), strict=True)
@@ -90,14 +66,3 @@ def test_equals_reference(fanouts, share, table, uneven):
         degrees = torch.tensor([len(part) for part in kept])
         most = degrees if fanout < 0 else degrees.clamp(max=fanout)
         assert torch.equal(drawn.indptr[hop].diff()[: len(seeds)], most)
-
-
-def test_excluding_no_edges_changes_nothing(uneven):
-    indptr, indices = (torch.from_numpy(part) for part in uneven)
-    seeds = torch.arange(50)
-    none = np.empty(0, np.int64)
-    without = exclude_edges(*uneven, seeds.numpy(), none, none)
-    assert_same(
-        sample(indptr, indices, seeds, [5, 70], 1, 2, edge_ids=True, excluded=without),
-        sample(indptr, indices, seeds, [5, 70], 1, 2, edge_ids=True),
-    )

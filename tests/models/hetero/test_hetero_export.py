@@ -9,10 +9,7 @@ from slow_cases import mark_slow
 
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.models import HGT, RGAT, RGCN, HeteroSAGE
-from gcnzc.models.hetero.export import (
-    export_hetero_model,
-    hetero_export_arguments,
-)
+from gcnzc.models.hetero.export import export_hetero_model, hetero_export_arguments
 from gcnzc.sampling import HeteroSampler, build_full_hetero_blocks, build_hetero_blocks
 
 SIZES = {"a": 20, "b": 13, "c": 7}
@@ -35,7 +32,7 @@ CASES = {
     "rgcn": (RGCN, {"norm": "batch", "residual": True, "num_bases": 2}),
     "rgcn_without_own_rows": (RGCN, {"root_weight": False, "num_layers": 1}),
     "sage": (HeteroSAGE, {"norm": "layer", "output_linear": True, "activation": "elu"}),
-    "rgat": (RGAT, {"heads": 2, "residual": False}),
+    "rgat": (RGAT, {"heads": 2, "residual": False, "norm": "batch"}),
     "hgt": (HGT, {"heads": 2, "num_layers": 1}),
 }
 

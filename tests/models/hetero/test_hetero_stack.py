@@ -128,6 +128,27 @@ def test_dropout_is_reproducible_and_only_in_training(name):
     assert torch.equal(model(blocks, x), model(blocks, x))
 
 
+@each_model
+def test_parameters_are_reset_by_torchs_random_numbers(name):
+    states = []
+    for model in (make(name, academic(), norm="batch"), make(name, academic(), norm="batch")):
+        for parameter in model.parameters():
+            parameter.data.uniform_()
+        torch.manual_seed(5)
+        model.reset_parameters()
+        states.append(model.state_dict())
+    for key, value in states[0].items():
+        assert torch.equal(value, states[1][key]), key
+
+
+def test_types_that_no_output_needs_have_no_features():
+    graph, x = academic(), features()
+    model, blocks = make("rgcn", graph, FIELD, num_layers=1), build_full_hetero_blocks(graph, 1)
+    out = model(blocks, x)
+    del x[AUTHOR]
+    assert torch.equal(model(blocks, x), out)
+
+
 def test_types_without_projection_are_read_as_they_are():
     graph, x = academic(), features()
     columns = COLUMNS | {AUTHOR: 8}
@@ -165,6 +186,8 @@ BAD_MODELS = {
     "unknown projection": ({"input_linear": ["venue"]}, "input_linear has the node type 'venue'"),
     "edge type": ({"metadata": (["a"], [("a", "to", "b")])}, "edge type"),
     "twice": ({"metadata": (["a", "a"], [])}, "twice"),
+    "no metadata": ({"metadata": 5}, r"metadata is 5\n\nhint: graph.metadata\(\)"),
+    "a projection": ({"input_linear": PAPER}, "input_linear is 'paper', not True, False or node"),
 }
 
 
@@ -178,7 +201,7 @@ def test_bad_options_are_errors(case):
         "num_classes": 4,
         "target": PAPER,
     }
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         RGCN(**(good | options))
 
 

@@ -1,23 +1,7 @@
-"""Loaders in forked children, shared by threads, and copied."""
-
-import copy
-import pickle
-import subprocess
-import sys
-import threading
-import time
+"""Loaders in forked children."""
 
 import pytest
-import torch
-from limits import HANG_S
-
-from gcnzc.features.cache import cached
-from gcnzc.features.table import FeatureTable
-from gcnzc.graph.graph import Graph
-from gcnzc.loader.loader import Loader
-from gcnzc.sampling.link import LinkSampler
-
-NUM_NODES = 600
+from programs import run_python
 
 # A process of its own, since pytest's has threads. The seeds are so many that torch's own indexing
 # would use threads of OpenMP, which the child does not have.
@@ -105,12 +89,7 @@ end.set()
 
 @pytest.mark.processes
 def test_a_forked_child_may_use_a_loader_but_no_iterator_of_its_parent():
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKS],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    run = run_python("-W", "ignore", "-c", FORKS)
     assert run.returncode == 0, run.stderr
     found = dict(line.split(": ", 1) for line in run.stdout.splitlines()[:4])
     assert found["iterator"].startswith("this iterator belongs to process P, whose threads"), run
@@ -119,77 +98,3 @@ def test_a_forked_child_may_use_a_loader_but_no_iterator_of_its_parent():
         *("dropped: [None]", "loader: True", "locked: True"),
         *("parent: 4 5", "lock: True", "parent: False"),
     ], run.stderr
-
-
-@pytest.fixture(scope="module")
-def graph():
-    src, dst = torch.randint(NUM_NODES, (2, 5000), generator=torch.Generator().manual_seed(1))
-    return Graph.from_edges(src, dst, NUM_NODES)
-
-
-def make(graph, **options):
-    table = FeatureTable(torch.arange(2.0 * NUM_NODES).view(-1, 2))
-    given = {"table": table, "seeds": torch.arange(NUM_NODES), "fanouts": [3, 2]}
-    return Loader(graph, **given | {"batch_size": 10, "threads": 2, "seed": 3} | options)
-
-
-def test_each_batch_goes_to_one_of_the_threads_that_share_an_iterator(graph):
-    loader = make(graph, labels=torch.arange(NUM_NODES))
-    expected = sorted(tuple(batch.seeds.tolist()) for batch in make(graph))
-    iterator, taken, errors = iter(loader), [], []
-
-    def take():
-        try:
-            for batch in iterator:
-                assert torch.equal(batch.y, batch.seeds)
-                taken.append(tuple(batch.seeds.tolist()))
-                # longer than a batch takes, so that threads meet at the end of the epoch
-                time.sleep(0.002)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=take) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_S)
-    assert errors == []
-    assert sorted(taken) == expected
-    assert loader.epoch == 1
-
-
-def links(graph):
-    edges = torch.stack(graph.edges())[:, :200].long()
-    return {
-        "seeds": torch.arange(200),
-        "sampler": LinkSampler(graph, edges, [3]),
-        "shuffle": False,
-        "drop_last": True,
-        "in_degrees": True,
-    }
-
-
-OPTIONS = {
-    "nodes": lambda graph: {"labels": torch.arange(NUM_NODES), "rank": 1, "world_size": 2},
-    "links": links,
-    "cached": lambda graph: {
-        "table": cached(FeatureTable(torch.rand(NUM_NODES, 4)), 0.1, torch.rand(NUM_NODES))
-    },
-}
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_a_copy_continues_at_the_position_of_the_loader(graph, kind, copied):
-    loader = make(graph, **OPTIONS[kind](graph))
-    list(loader)
-    batches = iter(loader)
-    next(batches)
-    again = copied(loader)
-    assert (again.epoch, len(again), again.state_dict()) == (1, len(loader), loader.state_dict())
-    assert again.graph is not loader.graph
-    rest = [*batches, *loader]
-    for batch, other in zip(rest, [*again, *again], strict=True):
-        for name in ("nodes", "seeds", "x", "y", "pairs"):
-            mine, theirs = getattr(batch, name), getattr(other, name)
-            assert mine is theirs is None or torch.equal(mine, theirs), name
