@@ -5,6 +5,8 @@ import importlib.util
 import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest

@@ -85,7 +85,7 @@ def test_a_large_graph_is_evaluated_layer_by_layer(config, tmp_path, monkeypatch
         "gcnzc.train.tasks.node.compute_logits",
         lambda *args: [used.append(1), compute_logits(*args)][1],
     )
-    one = train(replace(config, evaluate="auto"), tmp_path / "one", listener := Listener())
+    one = train(config.replace(evaluate="auto"), tmp_path / "one", listener := Listener())
     assert "evaluation: needed, in one pass over the whole graph" in "".join(listener.said)
     assert len(used) == 2
     monkeypatch.setattr(full_batch, "MAX_NODES_FACTOR", 0)

@@ -162,7 +162,7 @@ def test_a_run_resumes_bit_for_bit(choice, config, tmp_path, monkeypatch):
         assert mine["loss"] == other["loss"]
     checkpoint.save(tmp_path / "cut/checkpoint.pt", cut | {"scaler": -cut["scaler"]})
     with pytest.raises(ValueError, match=r"checkpoint.pt is damaged: the states of GradScaler"):
-        train(replace(config, resume=tmp_path / "cut", epochs=4), tmp_path / "cut")
+        train(config.replace(resume=tmp_path / "cut", epochs=4), tmp_path / "cut")
 
 
 def test_with_other_workers_all_continue_with_the_smallest_scale():
@@ -202,7 +202,7 @@ def test_the_loss_scale_changes_no_bit_and_gradients_are_clipped_after_unscaling
 
 def test_a_step_without_gradients_keeps_the_loss_scale():
     scaled, model = Precision("fp16", CPU), nn.Linear(5, 3)
-    optimizer = build_method(TrainConfig(), model, Group(), 1)
+    optimizer = build_optimizer(TrainConfig(), model, Group(), 1)
     scaled.scale(model(torch.randn(8, 5)).sum())
     scaled.step(optimizer)
     assert scaled.loss_scale == 2**16

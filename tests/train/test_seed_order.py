@@ -55,7 +55,7 @@ def test_a_run_of_rotating_chunks_resumes_bit_for_bit(config, tmp_path):
 
 
 def test_the_local_seeds_of_one_worker_are_all_seeds(config, tmp_path):
-    config = replace(config, seed_order="local", epochs=1)
+    config = config.replace(seed_order="local", epochs=1)
     train(config, tmp_path / "run")
     assert [line["seeds_checksum"] for line in record(tmp_path / "run")] == expected_checksums(
         config
