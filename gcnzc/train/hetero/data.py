@@ -38,9 +38,9 @@ class TypedTables:
         """The device of the rows."""
         return torch.device("cpu")
 
-    def gathered_bytes(self, batch: HeteroBatch) -> int:
-        """Return the bytes of the rows that were gathered for a minibatch."""
-        return sum(len(batch.nodes[name]) * table.row_bytes for name, table in self.tables.items())
+    def gathered_bytes(self, nodes: Mapping[str, Tensor]) -> int:
+        """Return the bytes of the rows that were gathered for the nodes of a minibatch."""
+        return sum(len(nodes[name]) * table.row_bytes for name, table in self.tables.items())
 
 
 @contextmanager
