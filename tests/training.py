@@ -19,7 +19,7 @@ from gcnzc.train import checkpoint, results
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
-from gcnzc.train.trainer import Interrupted
+from gcnzc.train.errors import Interrupted
 
 
 class Listener(NullReporter):

@@ -13,8 +13,8 @@ class Callback:
     """Listens to a run; override the events that you need.
 
     Each worker calls the callbacks, in the same order, so that they may exchange data. Write files
-    on the worker with `run.is_first`. Raise `StopTraining` in any event of any worker to end the run
-    as if its last epoch were over: all workers stop after the same step.
+    on the worker with `run.is_first`. Raise `StopTraining` in any event of any worker to end the
+    run as if its last epoch were over: all workers stop after the same step.
     """
 
     def on_start(self, run: Run) -> None:

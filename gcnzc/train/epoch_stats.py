@@ -1,6 +1,7 @@
 """Statistics of one epoch: loss, accuracy, times and bytes, and the callback that collects them."""
 
 import math
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -230,6 +231,7 @@ class Statistics(Callback):
         """sent bytes of the ledger that are already in an epoch's statistics"""
         self._before = (0, 0, 0, 0)
         """counts of the optimizer after the step before"""
+        self._evaluation_began = 0.0
 
     def on_start(self, run: Run) -> None:
         """See `Callback`: what was exchanged before is of no epoch."""
@@ -282,6 +284,13 @@ class Statistics(Callback):
             run.line["lr"] = run.schedule.last_lr(run.epoch)
         if run.task.best_accuracy is not None:
             run.line["best_possible_accuracy"] = run.task.best_accuracy
+
+        self._evaluation_began = time.perf_counter()
+
+    def on_evaluate(self, run: Run) -> None:
+        """See `Callback`."""
+        seconds = time.perf_counter() - self._evaluation_began
+        run.line |= {"evaluate_s": seconds, "evaluation": run.task.evaluator.method}
 
     def on_record(self, run: Run) -> None:
         """See `Callback`: waits of the evaluation are of no step."""

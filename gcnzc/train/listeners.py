@@ -1,11 +1,10 @@
-"""The callbacks that each run has: averages, the best model, records, TensorBoard, progress, signals.
+"""The callbacks of each run: averages, the best model, records, TensorBoard, progress, signals.
 
 Those for statistics, traces, results and checkpoints are in `epoch_stats`, `tracing`, `results` and
 `checkpointing`.
 """
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -43,8 +42,10 @@ class Average(Callback):
 
     def on_end(self, run: Run) -> None:
         """See `Callback`."""
-        best, training = run.result.get("best_epoch"), run.config.training
-        if best and (warning := format_average_warning(training, best - 1, run.lines)):
+        if run.average is None or not run.best:
+            return
+        training = run.config.training
+        if warning := format_average_warning(training, run.best["epoch"], run.lines):
             run.reporter.say(f"warning: {warning}")
 
 
@@ -52,22 +53,21 @@ class Best(Callback):
     """Keeps the weights with the best validation score, and stops a run without progress."""
 
     def __init__(self) -> None:
-        self.best: dict[str, Any] = {}
         self.is_written = True
 
     def on_evaluate(self, run: Run) -> None:
         """See `Callback`."""
         assert run.evaluated is not None, "the event follows an evaluation"
         valid = run.scores[run.task.metric]["valid"]
-        if math.isnan(valid) and not self.best:
+        if math.isnan(valid) and not run.best:
             run.reporter.say(
                 f"the validation {run.task.metric} is not defined, since the labels of the "
                 "validation split have a single class: the model of the first evaluation remains "
                 "the best one"
             )
-        if not self.best or valid > self.best["valid"]:
+        if not run.best or valid > run.best["valid"]:
             weights = {name: value.clone() for name, value in run.evaluated.state_dict().items()}
-            self.best = {"epoch": run.epoch, "valid": valid, "scores": run.scores, "model": weights}
+            run.best = {"epoch": run.epoch, "valid": valid, "scores": run.scores, "model": weights}
             self.is_written = False
             if run.embeddings is not None:
                 run.embeddings.keep_best(run.files, run.epoch)
@@ -75,7 +75,7 @@ class Best(Callback):
     def on_record(self, run: Run) -> None:
         """See `Callback`."""
         self.write(run)
-        patience, epoch = run.config.training.patience, self.best.get("epoch", 0)
+        patience, epoch = run.config.training.patience, run.best.get("epoch", 0)
         later = [line for line in run.lines[epoch + 1 :] if f"valid_{run.task.metric}" in line]
         if patience and len(later) >= patience and not run.is_last:
             found = "evaluation" if patience == 1 else f"{patience} evaluations"
@@ -84,21 +84,20 @@ class Best(Callback):
                 f"no better model than that of epoch {epoch + 1}"
             )
 
+    def on_end(self, run: Run) -> None:
+        """See `Callback`."""
+        self.write(run)
+
     def write(self, run: Run) -> None:
         """Write the best model on the first worker, also if its file was removed."""
         path = run.folder / BEST
-        if run.is_first and self.best and not (self.is_written and path.exists()):
-            write = partial(checkpoint.save, path, self.best)
+        if run.is_first and run.best and not (self.is_written and path.exists()):
+            write = partial(checkpoint.save, path, run.best)
             self.is_written = run.files.attempt(BEST, write)
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Callback`."""
-        return {"best": self.best}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def on_start(self, run: Run) -> None:
         """See `Callback`; the file may be older than the checkpoint."""
-        self.best = dict(state["best"])
-        self.is_written = not self.best
+        self.is_written = not run.best
 
 
 class Record(Callback):
@@ -116,6 +115,7 @@ class Record(Callback):
         """See `Callback`; the checkpoint has all lines, so this also repairs a damaged file."""
         self.record = record.Journal(run.folder / RECORD)
         self.workers = record.Journal(run.folder / WORKERS)
+        self.num_lines = len(run.lines)
         if run.is_first and run.lines:
             record.rewrite(run.folder / RECORD, run.lines)
             record.keep(run.folder / WORKERS, self.num_worker_lines)
@@ -134,8 +134,17 @@ class Record(Callback):
             self.workers.pending += record.to_line(line)
 
     def on_record(self, run: Run) -> None:
-        """See `Callback`."""
+        """See `Callback`; the line of the last epoch may change."""
+        if self.num_lines == len(run.lines):
+            if run.is_first:
+                self.rewrite(run)
+            return
+        self.num_lines = len(run.lines)
         self.record.pending += record.to_line(run.line)
+        self.write(run)
+
+    def on_end(self, run: Run) -> None:
+        """See `Callback`."""
         self.write(run)
 
     def write(self, run: Run) -> None:
@@ -143,7 +152,7 @@ class Record(Callback):
         if not run.is_first:
             return
         run.files.attempt(WORKERS, self.workers.append)
-        if not (run.folder / RECORD).exists():
+        if run.lines and not (run.folder / RECORD).exists():
             self.rewrite(run)
         run.files.attempt(RECORD, self.record.append)
 
@@ -176,6 +185,11 @@ class Board(Callback):
         """See `Callback`."""
         if run.is_first:
             self.events.add(run.epoch, run.line)
+            run.files.attempt(BOARD, self.events.append)
+
+    def on_end(self, run: Run) -> None:
+        """See `Callback`."""
+        if run.is_first:
             run.files.attempt(BOARD, self.events.append)
 
 
@@ -217,19 +231,6 @@ class Progress(Callback):
         self.bar.close()
         if type(run.stopped) is StopTraining:
             run.reporter.say(str(run.stopped))
-
-
-class EvaluationTime(Callback):
-    """Adds the method of an evaluation and its seconds to the line of the epoch."""
-
-    def on_epoch(self, run: Run) -> None:
-        """See `Callback`."""
-        self.began = time.perf_counter()
-
-    def on_evaluate(self, run: Run) -> None:
-        """See `Callback`."""
-        seconds = time.perf_counter() - self.began
-        run.line |= {"evaluate_s": seconds, "evaluation": run.task.evaluator.method}
 
 
 class Signals(Callback):

@@ -30,6 +30,8 @@ def fit(run: Run, callbacks: Sequence[Callback]) -> None:
         train_epoch(run, hooks)
         if not isinstance(run.stopped, Interrupted):
             finish_epoch(run, hooks)
+    if not isinstance(run.stopped, Interrupted):
+        score_last_epoch(run, hooks)
     hooks("on_end", run)
 
 
@@ -120,6 +122,33 @@ def finish_epoch(run: Run, hooks: Hooks) -> None:
         run.agreed = wanted.any(dim=0).tolist()
     hooks("on_record", run)
     agree_to_stop(run)
+
+
+def score_last_epoch(run: Run, hooks: Hooks) -> None:
+    """Evaluate the model after the last epoch of a run, if that has not been done.
+
+    A run that was stopped between two evaluations, and resumed with fewer epochs than it was
+    started with, has not evaluated its last epoch. If it was stopped within a later epoch, the
+    weights are no longer those of the last epoch: the best model of the earlier evaluations remains
+    the result.
+
+    Raises:
+        ValueError: the run was stopped in a later epoch, before its first evaluation.
+    """
+    run.line = run.lines[-1]
+    if f"valid_{run.task.metric}" in run.line:
+        return
+    if not run.in_epoch:
+        run.epoch, run.is_last = run.epoch - 1, True
+        evaluate(run, hooks)
+        run.epoch += 1
+        hooks("on_record", run)
+    elif not run.best:
+        raise ValueError(
+            f"the run in {run.folder} was stopped in epoch {run.epoch + 1}, before its first "
+            f"evaluation: it cannot end after epoch {run.epoch}\n\n"
+            f"hint: --epochs {run.epoch + 1}, or more"
+        )
 
 
 def evaluate(run: Run, hooks: Hooks) -> None:

@@ -195,7 +195,7 @@ def unread(config: Any, names: Collection[str]) -> list[str]:
     messages = []
     for name in names:
         row = rows(type(config))[name]
-        if row.read_with is None or config[name] == row.default:
+        if row.read_with is None or config[name] == row.parse(row.default):
             continue
         other, readers = row.read_with
         chosen = config[other]

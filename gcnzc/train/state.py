@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gcnzc.exchange import Group
+from gcnzc.exchange import run as run_algorithm
+from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.loader.full_batch import FullBatchLoader
@@ -18,7 +20,7 @@ from gcnzc.optim import DistributedOptimizer
 from gcnzc.system.spans import Span, Stage
 from gcnzc.system.streams import TimedEvent, clock_of
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.errors import StopTraining
+from gcnzc.train.errors import PeerFailed, StopTraining
 from gcnzc.train.hetero.data import HeteroDataset, TypedTables
 from gcnzc.train.hetero.embeddings import TrainedEmbeddings
 from gcnzc.train.output_files import OutputFiles
@@ -97,10 +99,10 @@ class Run:
     precision: Precision
     schedule: Schedule | None
     average: WeightAverage | None
-    embeddings: TrainedEmbeddings | None
     reporter: Reporter
     began: float
     """`time.perf_counter()` at the start of the command"""
+    embeddings: TrainedEmbeddings | None = None
     epoch: int = 0
     in_epoch: bool = False
     """True from the first step of an epoch to its end"""
@@ -115,6 +117,8 @@ class Run:
     lines: list[dict[str, Any]] = field(default_factory=list)
     """of the record, one per epoch"""
     scores: Scores = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
+    """epoch, valid, scores and weights (model) of the best evaluation; empty before the first"""
     evaluated: nn.Module | None = None
     result: dict[str, Any] = field(default_factory=dict)
     stopped: Exception | None = None
@@ -140,6 +144,21 @@ class Run:
     def is_first(self) -> bool:
         """Whether this worker writes the files of the run."""
         return self.group.rank == 0
+
+    def on_first(self, function: Callable[[], object]) -> None:
+        """Call a function on the first worker; if it raises an error, all workers raise one.
+
+        Raises:
+            PeerFailed: on the other workers, if the function raised an error.
+        """
+        error: Exception | None = None
+        if self.is_first:
+            try:
+                function()
+            except Exception as failure:  # any error, because the other workers wait
+                error = failure
+        if any(run_algorithm(all_gather_scalar(int(error is not None)), self.group)):
+            raise error or PeerFailed("the first worker has failed")
 
     def wanted(self) -> list[bool]:
         """Return the requests of this worker, in the order of `STOP` and `SAVE`."""

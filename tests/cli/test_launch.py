@@ -20,7 +20,7 @@ from gcnzc.cli import launch, main
 from gcnzc.exchange import Group, lockstep
 from gcnzc.train.epoch_stats import seeds_checksum
 from gcnzc.train.record import Launch
-from gcnzc.train.trainer import SavedRun
+from gcnzc.train.errors import SavedRun
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {

@@ -11,7 +11,7 @@ from training import planted
 
 from gcnzc.cli import main
 from gcnzc.train import run as train_run
-from gcnzc.train.trainer import Interrupted
+from gcnzc.train.errors import Interrupted
 
 OPTIONS = ["--layers", "2", "--fanouts", "3,3", "--hidden", "4", "--batch-size", "100"]
 OPTIONS += ["--epochs", "2"]

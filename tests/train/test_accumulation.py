@@ -19,7 +19,7 @@ from gcnzc.train.config import TrainConfig
 from gcnzc.train.results import format_drop_warning
 from gcnzc.train.run import train
 from gcnzc.train.setup import format_steps_warning
-from gcnzc.train.trainer import Interrupted
+from gcnzc.train.errors import Interrupted
 
 # none of these depends on which seeds share a minibatch
 LEARNING = {"schedule": "cosine", "warmup_epochs": 0.5, "label_smoothing": 0.1}

@@ -18,7 +18,7 @@ from gcnzc.train.memory import footprint_of
 from gcnzc.train.progress import NullReporter
 from gcnzc.train.record import read
 from gcnzc.train.run import train
-from gcnzc.train.trainer import Interrupted
+from gcnzc.train.errors import Interrupted
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from gcnzc.train.evaluation import evaluate
 from gcnzc.train.prediction import predict
 from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
-from gcnzc.train.trainer import Interrupted
+from gcnzc.train.errors import Interrupted
 
 
 @pytest.fixture(scope="module")

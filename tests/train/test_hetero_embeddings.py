@@ -17,7 +17,7 @@ from gcnzc.train.evaluation import evaluate
 from gcnzc.train.mixed_seed import mixed_seed
 from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
-from gcnzc.train.trainer import Interrupted
+from gcnzc.train.errors import Interrupted
 
 
 def embeddings(run):

@@ -17,7 +17,7 @@ from gcnzc.train.evaluation import evaluate
 from gcnzc.train.hetero.edge_split import split_edges
 from gcnzc.train.prediction import predict_links
 from gcnzc.train.run import train
-from gcnzc.train.trainer import Interrupted
+from gcnzc.train.errors import Interrupted
 
 
 def without_reverse_times():

@@ -13,7 +13,7 @@ from gcnzc.train import embed_nodes, evaluate, predict_links, train
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.hetero.data import load_hetero
 from gcnzc.train.hetero.edge_split import split_edges_of_run
-from gcnzc.train.resume import check_resumed_options
+from gcnzc.train.checkpointing import check_resumed_options
 from gcnzc.train.tasks.hetero_link import HeteroLinkTask
 
 LAST = 10_000  # later than every edge

@@ -19,7 +19,7 @@ from gcnzc.train.optimizers import build_method
 from gcnzc.train.run import train
 from gcnzc.train.strategies import STRATEGIES
 from gcnzc.train.tasks.node import balanced_weights
-from gcnzc.train.trainer import Schedule, build_schedule
+from gcnzc.train.schedules import Schedule, build_schedule
 
 
 @pytest.fixture(scope="module")

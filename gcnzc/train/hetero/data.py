@@ -22,7 +22,6 @@ from gcnzc.graph.hetero.folder import info as read_info
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
 from gcnzc.graph.hetero.stores import NodeStore
 from gcnzc.graph.load import load
-from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.train.config import HETERO_MODELS, TrainConfig
 from gcnzc.train.shared_data import load_shared, share_copy
 
