@@ -286,7 +286,7 @@ class DistributedOptimizer(Optimizer):
 
     def backward(self, loss: Tensor) -> bool:
         """Add the gradients of a micro-batch; return False if it is dropped instead."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return True
 
     def pause_exchanges(self) -> None:

@@ -306,6 +306,7 @@ class Statistics(Callback):
         """Add the rows that were gathered for a minibatch, and those of them from the cache."""
         nodes, table = output.nodes, run.table
         if isinstance(table, TypedTables):
+            assert not isinstance(nodes, Tensor), "the graph has several node types"
             self.own.bytes += table.gathered_bytes(nodes)
             return
         assert isinstance(nodes, Tensor), "the graph has one node type"

@@ -46,7 +46,7 @@ def train_epoch(run: Run, hooks: Hooks) -> None:
         run.schedule.begin_epoch(run.epoch, run.loader.shares, first)
     run.model.train()
     # closed on an error, so that no thread reads the feature table after it is released
-    with run.precision.enable_tf32(), closing(iter(run.loader)) as batches:
+    with run.precision.enable_tf32(), closing(run.open_batches()) as batches:
         run.mark("")
         for run.step in range(steps.first_step(first), len(steps)):
             run.group.set_status(run.steps, f"training in epoch {run.epoch + 1}")

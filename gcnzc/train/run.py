@@ -21,6 +21,7 @@ from gcnzc.datasets.store import is_prepared
 from gcnzc.exchange import Group
 from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.pinning import pinned
+from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.load import verify
 from gcnzc.loader.full_batch import FullBatchLoader
@@ -211,6 +212,8 @@ def built(
             reporter.say(f"partition: {cut:.1%} of the edges connect parts of different workers")
         loader = build_loader(config, data, task, table, device, group, settings.loading, parts)
         if isinstance(loader, FullBatchLoader) and isinstance(task, NodeTask):
+            assert isinstance(data, Dataset), "full batches are of graphs of one node type"
+            assert isinstance(table, FeatureTable), "full batches are of graphs of one node type"
             task.whole_graph = build_evaluation_loader(config, data, table, model, loader)
         task.choose_evaluation(model, table, group, reporter.say)
         steps = config.training.epochs * len(

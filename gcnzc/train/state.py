@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from gcnzc.exchange import run as run_algorithm
 from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
+from gcnzc.loader.base import Batches
 from gcnzc.loader.full_batch import FullBatchLoader
 from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.loader.loader import Loader
@@ -159,6 +160,10 @@ class Run:
                 error = failure
         if any(run_algorithm(all_gather_scalar(int(error is not None)), self.group)):
             raise error or PeerFailed("the first worker has failed")
+
+    def open_batches(self) -> Batches[Any]:
+        """Return the iterator of the minibatches of this epoch."""
+        return cast(Batches[Any], iter(self.loader))
 
     def wanted(self) -> list[bool]:
         """Return the requests of this worker, in the order of `STOP` and `SAVE`."""

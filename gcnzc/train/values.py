@@ -158,7 +158,8 @@ def parse(given: Any, kind: Any, name: str) -> Any:
             return _convert(given, each)
         except (ValueError, TypeError, KeyError, OverflowError):
             continue
-    literals = [each for each in kinds if get_origin(each) == Literal]
+    origins: Mapping[Any, Any] = {each: get_origin(each) for each in kinds}
+    literals = [each for each in kinds if origins[each] is Literal]
     words = [str(word) for each in literals for word in get_args(each)]
     others = [_describe(each) for each in kinds if each not in literals]
     if words and not others:
