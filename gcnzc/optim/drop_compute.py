@@ -151,6 +151,8 @@ class DropCompute(Averaged):
         num_steps = self.steps + self.skipped
         return self.dropped_of_all / (num_steps * self.limit) if num_steps else 0.0
 
+    weighs_by_size = True
+
     def micro_batches(
         self, batches: Iterable[T], sizes: Sequence[float] | None = None
     ) -> Iterator[T]:

@@ -285,6 +285,28 @@ class DistributedOptimizer(Optimizer):
         return ""
         yield  # makes this a generator
 
+    # --- what a training loop asks for; without an effect by default
+
+    needs_closure = False
+    """whether `step` calls a closure that computes the gradients, several times"""
+    weighs_by_size = False
+    """whether a step divides by the sizes that `micro_batches` is given, instead of `weight`"""
+
+    def micro_batches(self, batches: Iterable[T], sizes: Sequence[float] = ()) -> Iterable[T]:
+        """Return the micro-batches of a step; see `DropCompute`."""
+        return batches
+
+    def backward(self, loss: Tensor) -> bool:
+        """Add the gradients of a micro-batch; return False if it is dropped instead."""
+        loss.backward()
+        return True
+
+    def pause_exchanges(self) -> None:
+        """Stop exchanges with ranks that may still take steps; see `LocalMethod`."""
+
+    def resume_exchanges(self) -> None:
+        """Continue after `pause_exchanges`."""
+
     def late_phase(self) -> str:
         """Return the name of a phase, such as compression, that has not begun; empty if none."""
         return ""

@@ -5,15 +5,19 @@ from typing import TYPE_CHECKING
 from gcnzc._lazy import lazy_attributes
 
 if TYPE_CHECKING:
+    from gcnzc.train.callbacks import Callback
     from gcnzc.train.config import EvaluateConfig, TrainConfig
     from gcnzc.train.embedding import embed_nodes
+    from gcnzc.train.errors import StopTraining
     from gcnzc.train.evaluation import evaluate
     from gcnzc.train.prediction import predict, predict_links
     from gcnzc.train.repeated_runs import train_runs
     from gcnzc.train.run import train
 
 __all__ = [
+    "Callback",
     "EvaluateConfig",
+    "StopTraining",
     "TrainConfig",
     "embed_nodes",
     "evaluate",
@@ -26,6 +30,8 @@ __all__ = [
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {
+        "gcnzc.train.callbacks": ("Callback",),
+        "gcnzc.train.errors": ("StopTraining",),
         "gcnzc.train.config": ("EvaluateConfig", "TrainConfig"),
         "gcnzc.train.embedding": ("embed_nodes",),
         "gcnzc.train.evaluation": ("evaluate",),

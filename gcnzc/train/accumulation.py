@@ -33,6 +33,18 @@ class Accumulation:
         ranges = [self.shares.seed_range(minibatch) for minibatch in self._minibatches(step)]
         return [seeds.stop - seeds.start for seeds in ranges]
 
+    def weights(self, step: int, *, by_size: bool) -> tuple[Sequence[float], float]:
+        """Return the factor of the mean loss of each minibatch, and the weight of this worker.
+
+        Args:
+            step: of the epoch.
+            by_size: whether the optimizer divides by the sizes of the minibatches that all workers
+                have computed, as DropCompute does.
+        """
+        if by_size:
+            return self.sizes(step), 1.0
+        return self.loss_factors(step), self.loss_weight(step)
+
     def loss_weight(self, step: int) -> float:
         """Return this worker's number of seeds in a step, divided by the mean over the workers."""
         minibatches = self._minibatches(step)

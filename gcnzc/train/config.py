@@ -435,6 +435,12 @@ class RunOptions(Options):
     checkpoint_every_s: float = option(
         "seconds between checkpoints", 30.0, least=0, common=False, free=True
     )
+    callback: tuple[str, ...] = option(
+        "classes of callbacks, as module:name separated by commas; see `gcnzc.train.Callback`",
+        (),
+        common=False,
+        free=True,
+    )
     trace: int = option(
         "steps after the first ten to show in a timeline; 0: no timeline",
         0,

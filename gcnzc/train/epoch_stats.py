@@ -1,5 +1,8 @@
-"""Statistics of one epoch: loss, accuracy, times and bytes."""
+"""Statistics of one epoch: loss, accuracy, times and bytes, and the callback that collects them."""
 
+import math
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,7 +11,14 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm, AllGather
-from gcnzc.system.spans import Seconds, Span, Stage
+from gcnzc.exchange import run as run_algorithm
+from gcnzc.features.cache import CachedTable
+from gcnzc.loader.loader import Loader
+from gcnzc.optim import DistributedOptimizer, DropCompute, LocalMethod
+from gcnzc.system.spans import Seconds, Span, Stage, seconds_outside
+from gcnzc.train.callbacks import Callback
+from gcnzc.train.hetero.data import TypedTables
+from gcnzc.train.state import Output, Run
 
 # times that every epoch's line has, also if they are 0
 TIMES = ("sample_s", "gather_s", "wait_s", "compute_s", "exchange_s", "hidden_s")
@@ -197,3 +207,167 @@ def format_rate(bytes_per_s: float) -> str:
 def _signed(count: int) -> int:
     """Return the int64 with the bits of a uint64."""
     return count - 2**64 if count >= 2**63 else count
+
+
+# number of consecutive skipped steps that are reported; later ones are not
+REPORTED_SKIPS = 3
+# a run ends with an error if at least this many consecutive steps, up to the end of an epoch, were
+# skipped on all workers
+DIVERGED_SKIPS = 10
+# number of the most recent waits for other workers that are kept, to compute how much of the
+# overlapped exchanges they contain
+WAITS = 1000
+
+
+class Statistics(Callback):
+    """Collects the statistics of an epoch, and fills its line of the record."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.own = EpochStats(device)
+        self.workers: Sequence[EpochStats] = ()
+        """of all workers, after the steps of an epoch"""
+        self._waits: deque[Span] = deque(maxlen=WAITS)
+        self._sent = 0
+        """sent bytes of the ledger that are already in an epoch's statistics"""
+        self._before = (0, 0, 0, 0)
+        """counts of the optimizer after the step before"""
+        self._evaluation_began = 0.0
+
+    def on_start(self, run: Run) -> None:
+        """See `Callback`: what was exchanged before is of no epoch."""
+        self._sent = run.group.ledger.bytes_sent
+        self._before = _counts_of(run.optimizer)
+        run.group.pop_request_intervals()
+
+    def on_step(self, run: Run) -> None:
+        """See `Callback`."""
+        for each in run.outputs:
+            if each.logits is not None and each.loss is not None:
+                self.own.add(each.logits, each.loss, each.labels, each.items)
+            self._count_rows(run, each)
+            gathers = [stage for stage in each.stages if stage.name == "gather"]
+            self.own.time(each.times, gathers, ())
+        self.own.steps += 1
+        waits = [Span("exchange", "model", *wait) for wait in run.group.pop_request_intervals()]
+        self._waits += waits
+        self.own.time({}, run.stages, waits)
+        run.spans = waits
+        if overlapped := run.group.pop_overlapped_intervals():
+            run.spans = [*waits, *(Span("overlapped", "exchange", *each) for each in overlapped)]
+            # the part of the overlapped exchange for which no step waited
+            hidden_s = seconds_outside(run.spans[len(waits) :], self._waits)
+            self.own.seconds.add_seconds("hidden_s", hidden_s)
+        self._count_skips(run)
+        run.mark("")  # the time since then is of the next wait
+
+    def on_epoch(self, run: Run) -> None:
+        """See `Callback`.
+
+        Raises:
+            ValueError: the loss of the epoch is not finite, or its last `DIVERGED_SKIPS` or more
+                steps were skipped on all workers.
+        """
+        self.count_sent(run)
+        self.workers = run_algorithm(self.own.of_all_workers(), run.group)
+        total = sum_stats(self.workers)
+        in_a_row, self.own = self.own.skipped_in_a_row, EpochStats(run.device)
+        self.own.skipped_in_a_row = in_a_row
+        figures = total.figures(run.task.has_accuracy, run.group.world_size)
+        _check_progress(run, figures["loss"], total.skipped_in_a_row)
+        run.line |= figures
+        if isinstance(run.table, CachedTable):
+            hits, row_bytes = int(total.hits), run.table.row_bytes
+            rows = figures["payload_bytes"] // row_bytes
+            run.line |= {"hit_rate": hits / rows, "bytes_saved": hits * row_bytes}
+            run.line["peer_hit_rate"] = int(total.peer_hits) / rows
+        if run.schedule is not None:
+            run.line["lr"] = run.schedule.last_lr(run.epoch)
+        if run.task.best_accuracy is not None:
+            run.line["best_possible_accuracy"] = run.task.best_accuracy
+
+        self._evaluation_began = time.perf_counter()
+
+    def on_evaluate(self, run: Run) -> None:
+        """See `Callback`."""
+        seconds = time.perf_counter() - self._evaluation_began
+        run.line |= {"evaluate_s": seconds, "evaluation": run.task.evaluator.method}
+
+    def on_record(self, run: Run) -> None:
+        """See `Callback`: waits of the evaluation are of no step."""
+        run.group.pop_request_intervals()
+
+    def count_sent(self, run: Run) -> None:
+        """Add the bytes that were sent since the last call."""
+        sent = run.group.ledger.bytes_sent
+        self.own.bytes_sent += sent - self._sent
+        self._sent = sent
+
+    def _count_rows(self, run: Run, output: Output) -> None:
+        """Add the rows that were gathered for a minibatch, and those of them from the cache."""
+        nodes, table = output.nodes, run.table
+        if isinstance(table, TypedTables):
+            assert not isinstance(nodes, Tensor), "the graph has several node types"
+            self.own.bytes += table.gathered_bytes(nodes)
+            return
+        assert isinstance(nodes, Tensor), "the graph has one node type"
+        # a full-batch run gathers its rows at most once
+        if isinstance(run.loader, Loader) or "gather_s" in output.times:
+            self.own.bytes += len(nodes) * table.row_bytes
+        if isinstance(table, CachedTable) and isinstance(run.loader, Loader):
+            in_place = run.loader.nodes_read_in_place(nodes)
+            self.own.hits += table.hits(in_place)
+            self.own.peer_hits += table.peer_hits(in_place)
+
+    def _count_skips(self, run: Run) -> None:
+        """Count the minibatches of DropCompute, and the steps without this worker's gradients."""
+        optimizer, before = run.optimizer, self._before
+        self._before = now = _counts_of(optimizer)
+        self.own.minibatches += now[2] - before[2]
+        self.own.dropped += now[3] - before[3]
+        in_a_row = self.own.skipped_in_a_row + 1 if now[1] > before[1] else 0
+        self.own.skipped_in_a_row = in_a_row
+        if optimizer.skip_reason and in_a_row <= REPORTED_SKIPS:
+            effect = describe_skip(optimizer, before[0])
+            if run.precision.loss_scale is not None:
+                effect += f"; the loss scale is now {run.precision.loss_scale:g}"
+            run.reporter.say(f"step {run.step + 1} of epoch {run.epoch + 1}{effect}")
+
+
+def _counts_of(optimizer: DistributedOptimizer) -> tuple[int, int, int, int]:
+    """Return the optimizer's skipped steps, ignored gradients, minibatches, and dropped ones."""
+    minibatches = dropped = 0
+    if isinstance(optimizer, DropCompute):
+        dropped = optimizer.dropped_micro_batches
+        minibatches = optimizer.computed_micro_batches + dropped
+    return optimizer.skipped, optimizer.num_ignored_gradients, minibatches, dropped
+
+
+def describe_skip(optimizer: DistributedOptimizer, skipped: int) -> str:
+    """Return the end of a message that begins with "step N of epoch E": what was skipped, and why.
+
+    Args:
+        optimizer: its `skip_reason` is not empty.
+        skipped: its number of skipped steps before this one.
+    """
+    if optimizer.skipped == skipped or isinstance(optimizer, LocalMethod):
+        # a local step, or a mean that excludes a worker: the reason contains the effect
+        return f": {optimizer.skip_reason}"
+    where = " on all workers" if optimizer.group.world_size > 1 else ""
+    return f" was skipped{where}: {optimizer.skip_reason}"
+
+
+def _check_progress(run: Run, loss: float, skipped_in_a_row: int) -> None:
+    """Raise a ValueError if training has diverged."""
+    cause, epoch = "", run.epoch + 1
+    if not math.isfinite(loss):
+        cause = f"the loss is {loss} in epoch {epoch}"
+    elif skipped_in_a_row >= DIVERGED_SKIPS + run.precision.scale_steps:
+        cause = (
+            f"the last {skipped_in_a_row} steps up to the end of epoch {epoch} were skipped, "
+            "because gradients were not finite or too large"
+        )
+    if cause:
+        hint = "use a smaller --lr, and check that all features are finite"
+        if run.config.training.precision == "fp16":
+            hint = "use --precision bf16, since float16 overflows above 65504; or a smaller --lr"
+        raise ValueError(f"{cause}\n\nhint: {hint}")

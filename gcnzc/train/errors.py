@@ -3,6 +3,10 @@
 from pathlib import Path
 
 
+class StopTraining(Exception):
+    """Ends a run as if its last epoch were over; callbacks raise it, see `Callback`."""
+
+
 class Interrupted(Exception):
     """A worker received a stop request; the run is saved, except files that the message names."""
 

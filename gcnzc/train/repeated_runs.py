@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from gcnzc.system import files
+from gcnzc.train.checkpointing import check_resumed_options
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.errors import Interrupted
 from gcnzc.train.options import read_options
 from gcnzc.train.output_files import cause_of
 from gcnzc.train.progress import NullReporter, Reporter
-from gcnzc.train.resume import check_resumed_options
 from gcnzc.train.run import train
 from gcnzc.train.run_folder import (
     CONFIG,

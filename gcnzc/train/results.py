@@ -7,17 +7,21 @@ from typing import Any
 
 import torch
 
+from gcnzc.exchange import run as run_algorithm
+from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.features.cache import CachedTable
 from gcnzc.optim import DistributedOptimizer, DropCompute
 from gcnzc.optim.compute_deadline import TOLERANCE
 from gcnzc.system import files, machine
 from gcnzc.train import record
+from gcnzc.train.callbacks import Callback
 from gcnzc.train.config import TrainConfig
+from gcnzc.train.errors import Interrupted, SavedRun
 from gcnzc.train.evaluation import flatten_scores
+from gcnzc.train.output_files import format_unsaved_error
 from gcnzc.train.plots import curves
 from gcnzc.train.run_folder import CURVES, RESULT
-from gcnzc.train.tracing import draw_trace
-from gcnzc.train.trainer import Trainer
+from gcnzc.train.state import Run
 from gcnzc.tune import pcie_bench
 
 
@@ -80,26 +84,53 @@ def format_drop_warning(
     )
 
 
-def write_result(trainer: Trainer) -> dict[str, Any]:
-    """Return the result of a run; worker 0 also writes it and the curves to the run folder."""
-    epochs = len(trainer.lines)
-    typical = record.typical_lines(trainer.lines)
+class Result(Callback):
+    """Sets the result of a run; worker 0 also writes it and the curves to the run folder."""
+
+    def on_end(self, run: Run) -> None:
+        """See `Callback`."""
+        if run.is_first and run.lines:
+            run.files.attempt(CURVES, lambda: curves([run.folder], run.folder / CURVES))
+        if isinstance(run.stopped, Interrupted):
+            return
+        run.result = line = result_of(run)
+        line["unsaved"] = run.files.causes()
+        if run.is_first:
+            run.files.attempt(RESULT, lambda: files.write_json(run.folder / RESULT, line))
+            line["unsaved"] = run.files.causes()
+
+
+def interruption(run: Run) -> Interrupted:
+    """Return the error of a run that a signal has ended; a collective call."""
+    epoch = min(run.epoch + 1, run.config.training.epochs)
+    if not any(run_algorithm(all_gather_scalar(len(run.files.failures)), run.group)):
+        return SavedRun(epoch, run.folder)
+    message = "worker 0 could not write all files"
+    if run.is_first:
+        message = format_unsaved_error(run.folder, run.files.causes())
+    return Interrupted(f"stopped in epoch {epoch}; {message}")
+
+
+def result_of(run: Run) -> dict[str, Any]:
+    """Return the result of a run."""
+    epochs = len(run.lines)
+    typical = record.typical_lines(run.lines)
 
     def mean(key: str) -> float:
         return float(sum(line[key] for line in typical) / len(typical))
 
-    data, task, config = trainer.data, trainer.task, trainer.config
+    data, task, config = run.data, run.task, run.config
     gathered, seconds = mean("payload_bytes"), mean("gather_s")
     line: dict[str, Any] = {
-        "run": str(trainer.folder),
+        "run": str(run.folder),
         "data": data.name,
         "task": config.graph.task.name,
         "model": config.model.model.name,
-        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "parameters": sum(p.numel() for p in run.model.parameters()),
         "metric": task.metric,
         "evaluation": task.evaluator.method,
-        **flatten_scores(trainer.best["scores"]),
-        "best_epoch": trainer.best["epoch"] + 1,
+        **flatten_scores(run.best["scores"]),
+        "best_epoch": run.best["epoch"] + 1,
         "epochs": epochs,
         "epoch_s": mean("epoch_s"),
         "sample_s": mean("sample_s"),
@@ -109,42 +140,35 @@ def write_result(trainer: Trainer) -> dict[str, Any]:
         "exchange_s": mean("exchange_s"),
         "hidden_s": mean("hidden_s"),
         "seeds_per_s": len(task.seeds) / mean("epoch_s"),
-        "payload_bytes": sum(line["payload_bytes"] for line in trainer.lines) // epochs,
+        "payload_bytes": sum(line["payload_bytes"] for line in run.lines) // epochs,
         "gather_bytes_per_s": gathered / seconds if seconds else 0.0,
-        "gather_roof_bytes_per_s": _peak_read_rate(trainer),
-        "workers": trainer.group.world_size,
-        "bytes_sent": sum(line["bytes_sent"] for line in trainer.lines),
+        "gather_roof_bytes_per_s": _peak_read_rate(run),
+        "workers": run.group.world_size,
+        "bytes_sent": sum(line["bytes_sent"] for line in run.lines),
         "seed": config.loading.seed,
-        "device": str(trainer.device),
+        "device": str(run.device),
         "options": _options(config),
         # seconds of this command, which may have resumed the run
-        "total_s": time.perf_counter() - trainer.began,
+        "total_s": time.perf_counter() - run.began,
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "peak_gpu_memory_bytes": _peak_gpu_memory_bytes(trainer.device),
+        "peak_gpu_memory_bytes": _peak_gpu_memory_bytes(run.device),
         **machine.machine(),
     }
-    if isinstance(trainer.table, CachedTable):
+    if isinstance(run.table, CachedTable):
         for key in ("hit_rate", "peer_hit_rate"):
-            hit = sum(line[key] * line["payload_bytes"] for line in trainer.lines)
-            line[key] = hit / sum(line["payload_bytes"] for line in trainer.lines)
-        line["predicted_hit_rate"] = trainer.table.predicted_hit_rate
-        line["bytes_saved"] = sum(line["bytes_saved"] for line in trainer.lines) // epochs
-    if "dropped_share" in trainer.lines[0]:
+            hit = sum(line[key] * line["payload_bytes"] for line in run.lines)
+            line[key] = hit / sum(line["payload_bytes"] for line in run.lines)
+        line["predicted_hit_rate"] = run.table.predicted_hit_rate
+        line["bytes_saved"] = sum(line["bytes_saved"] for line in run.lines) // epochs
+    if "dropped_share" in run.lines[0]:
         # all epochs have the same number of minibatches
-        line["dropped_share"] = sum(each["dropped_share"] for each in trainer.lines) / epochs
+        line["dropped_share"] = sum(each["dropped_share"] for each in run.lines) / epochs
     if task.best_accuracy is not None:
         line["best_possible_accuracy"] = task.best_accuracy
-    # the run may have ended before --trace steps were recorded
-    draw_trace(trainer)
-    if trainer.is_rank_zero:
-        attempt = trainer.files.attempt
-        attempt(CURVES, lambda: curves([trainer.folder], trainer.folder / CURVES))
-        line["unsaved"] = trainer.files.causes()
-        attempt(RESULT, lambda: files.write_json(trainer.folder / RESULT, line))
-    return line | {"unsaved": trainer.files.causes()}
+    return line
 
 
-def _peak_read_rate(trainer: Trainer) -> float | None:
+def _peak_read_rate(run: Run) -> float | None:
     """Return the measured peak of a GPU reading host memory; None if no GPU does in this run."""
-    is_read = trainer.table.device != trainer.device
-    return pcie_bench.peak_read_rate(trainer.device) if is_read else None
+    is_read = run.table.device != run.device
+    return pcie_bench.peak_read_rate(run.device) if is_read else None

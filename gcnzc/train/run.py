@@ -10,7 +10,7 @@ same options and on the same machine.
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from gcnzc.datasets.store import is_prepared
-from gcnzc.exchange import Group, run
+from gcnzc.exchange import Group
 from gcnzc.exchange.long_work import joint_work
-from gcnzc.exchange.sync import all_gather
 from gcnzc.features.pinning import pinned
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
@@ -36,20 +35,24 @@ from gcnzc.train.build import (
     format_one_worker_warning,
     format_warmup_warning,
 )
+from gcnzc.train.callbacks import Callback
+from gcnzc.train.checkpointing import Checkpoint
 from gcnzc.train.config import TrainConfig, workers_message
-from gcnzc.train.epoch import evaluate_last_epoch, finish_epoch, train_epoch
+from gcnzc.train.epoch_stats import Statistics
+from gcnzc.train.errors import Interrupted
 from gcnzc.train.full_batch import build_evaluation_loader
 from gcnzc.train.hetero.data import HeteroDataset, load_data
 from gcnzc.train.hetero.embeddings import TrainedEmbeddings, build_embeddings, check_optimizer
+from gcnzc.train.listeners import Average, Best, Board, Progress, Record, Signals
+from gcnzc.train.loop import fit
 from gcnzc.train.memory import check_memory, footprint_of
 from gcnzc.train.mixed_seed import mixed_seed
 from gcnzc.train.options import rows, unread
 from gcnzc.train.precision import build_precision
 from gcnzc.train.presets import Preset, describe_published_score, read_preset
 from gcnzc.train.progress import NullReporter, Reporter
-from gcnzc.train.results import write_result
-from gcnzc.train.resume import begin
-from gcnzc.train.saving import handle_stop_request, remove_old_embeddings, save, write_pending
+from gcnzc.train.results import Result, interruption
+from gcnzc.train.schedules import build_schedule
 from gcnzc.train.seed_parts import find_parts
 from gcnzc.train.setup import (
     build_loader,
@@ -58,15 +61,14 @@ from gcnzc.train.setup import (
     format_steps_warning,
     open_features,
 )
-from gcnzc.train.signals import stop_requests
+from gcnzc.train.state import Run
 from gcnzc.train.tasks import build_task
 from gcnzc.train.tasks.base import Task
 from gcnzc.train.tasks.hetero_link import HeteroLinkTask
 from gcnzc.train.tasks.hetero_node import HeteroNodeTask
 from gcnzc.train.tasks.node import NodeTask
-from gcnzc.train.tracing import format_trace_warning
-from gcnzc.train.trainer import Trainer
-from gcnzc.train.weight_average import format_average_warning
+from gcnzc.train.tracing import Trace, format_trace_warning
+from gcnzc.train.weight_average import build_average
 
 # Refuse a second training run in a process while another one trains in it.
 #
@@ -105,40 +107,6 @@ def _reset() -> None:
 os.register_at_fork(after_in_child=_reset)
 
 
-# Give a run on a heterogeneous graph its trainable embeddings.
-
-
-def open_embeddings(trainer: Trainer, stack: ExitStack) -> TrainedEmbeddings | None:
-    """Build the embeddings of the node types without features that the model reads, if any.
-
-    Args:
-        trainer: the run.
-        stack: for a GPU, their rows are page-locked until it is closed. The GPU has read the rows
-            of a step before the optimizer, which needs their gradients, updates them.
-
-    Raises:
-        ValueError: an option does not support them.
-        RuntimeError: the memory is too small.
-    """
-    data, task, config = trainer.data, trainer.task, trainer.config
-    if not isinstance(data, HeteroDataset):
-        return None
-    assert isinstance(task, HeteroNodeTask | HeteroLinkTask), "`build_task` has built it"
-    tables = build_embeddings(config, data, trainer.model)
-    check_optimizer(config, trainer.optimizer, tables)
-    task.embeddings = tables
-    if not tables:
-        return None
-    if trainer.device.type == "cuda":
-        for table in tables.values():
-            stack.enter_context(pinned(table.rows))
-    names = ", ".join(f"{name} ({len(table):,} rows)" for name, table in tables.items())
-    trainer.reporter.say(
-        f"embeddings of {config.model.embeddings['dim']} columns are trained for {names}"
-    )
-    return TrainedEmbeddings(config, tables, trainer.group, trainer.folder)
-
-
 # Warn about neighbours that are later than what a run predicts.
 
 
@@ -165,6 +133,7 @@ def train(
     reporter: Reporter | None = None,
     group: Group | None = None,
     launch: record.Launch | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Train a model with the options of `config`, and return the result of the run.
 
@@ -182,6 +151,7 @@ def train(
         launch: identifies the launch of these workers, for example by torchrun; the same on all
             workers. If the same launch started the run in `folder`, the launcher has restarted the
             workers, and they resume that run.
+        callbacks: called on each worker, after those that each run has; see `Callback`.
 
     Returns:
         The result that `gcnzc train` prints, such as scores, seconds per epoch, and bytes gathered
@@ -197,37 +167,29 @@ def train(
         WorkerLost: another worker has ended or does not respond; the run can be resumed.
         PeerFailed: another worker failed, and raises the error.
     """
-    began = time.perf_counter()
-    if config.graph.data is None:
-        raise ValueError("train: no data\n\nhint: give the folder of a graph")
-    if config.run.workers > 1 and group is None:
-        raise ValueError(
-            f"train: workers is {config.run.workers}, and this is one process\n\n"
-            "hint: `gcnzc train --workers N` starts the processes; a script that torchrun starts "
-            "gives `train` the group of gcnzc.exchange.init_group"
-        )
-    if config.is_full_batch and group is not None and group.world_size > 1:
-        raise ValueError(f"train: {workers_message(f'a group of {group.world_size} workers')}")
-    if config.training.runs > 1:
-        raise ValueError(
-            f"train: runs is {config.training.runs}, but `train` trains one\n\n"
-            "hint: gcnzc.train.train_runs trains with several random seeds"
-        )
-    folder, reporter, group = Path(folder), reporter or NullReporter(), group or Group()
+    began, alone = time.perf_counter(), group is None
+    reporter, group = reporter or NullReporter(), group or Group()
+    _check(config, group, alone)
     for message in unread(config, rows(TrainConfig)):
         reporter.say(f"warning: {message}".replace("\n\nhint: ", "; "))
-    check_options(config, group.world_size)
+    with ExitStack() as stack:
+        run = stack.enter_context(built(config, Path(folder), group, reporter, began))
+        fit(run, all_callbacks(run, callbacks, launch, stack))
+        if isinstance(run.stopped, Interrupted):
+            raise interruption(run)
+    return run.result
+
+
+@contextmanager
+def built(
+    config: TrainConfig, folder: Path, group: Group, reporter: Reporter, began: float
+) -> Iterator[Run]:
+    """Load the graph and build the parts of a run; the order of random draws is fixed here."""
+    assert config.graph.data is not None, "checked before"
     if config.graph.verify:
         _verify(config.graph.data, group, reporter)
     data = load_data(config, group)
-    if group.rank == 0 and config.graph.task.name != "link":
-        for message in describe_labels(data, is_prepared(config.graph.data)):
-            reporter.say(message)
-    if config.run.preset:
-        # a run has all options, also of a preset that a later version does not have any more
-        with suppress(ValueError):
-            preset = read_preset(config.run.preset)
-            reporter.say(describe_published_score(preset, data.name, _changed(config, preset)))
+    _describe(config, data, group, reporter)
     device = choose_device(config.run.device, group.local_rank)
     precision = build_precision(config.training.precision, device, reporter.say)
     task = build_task(config, data)
@@ -238,21 +200,17 @@ def train(
         table = settings.table
         # dropout and initial weights use torch's global generators: restore the caller's states
         stack.enter_context(torch.random.fork_rng(_cuda_devices(device)))
-        stopped = stack.enter_context(stop_requests())
         if device.type == "cpu" and not config.is_full_batch:
             # with full batches the process would grow, since a step has few, large arrays
             stack.enter_context(freed_memory(kept=True))
         torch.manual_seed(config.loading.seed)
         model = task.model().to(device)
-        if group.rank:
-            # each worker has its own dropout masks
+        if group.rank:  # each worker has its own dropout masks
             torch.manual_seed(mixed_seed(config.loading.seed, group.rank))
-        seed_parts, cut = find_parts(config, data, task, group.world_size, group)
-        if seed_parts is not None and group.world_size > 1:
+        parts, cut = find_parts(config, data, task, group.world_size, group)
+        if parts is not None and group.world_size > 1:
             reporter.say(f"partition: {cut:.1%} of the edges connect parts of different workers")
-        loader = build_loader(
-            config, data, task, table, device, group, settings.loading, seed_parts
-        )
+        loader = build_loader(config, data, task, table, device, group, settings.loading, parts)
         if isinstance(loader, FullBatchLoader) and isinstance(task, NodeTask):
             assert isinstance(data, Dataset), "full batches are of graphs of one node type"
             assert isinstance(table, FeatureTable), "full batches are of graphs of one node type"
@@ -261,22 +219,138 @@ def train(
         steps = config.training.epochs * len(
             Accumulation(loader.shares, config.training.accumulate)
         )
-        for message in (
-            format_steps_warning(config, len(task.seeds), group.world_size),
-            format_warmup_warning(config.training, steps),
-            format_one_worker_warning(config, group.world_size),
-            format_trace_warning(config, steps),
-            format_time_warning(config, data),
-        ):
-            if message:
-                reporter.say(f"warning: {message}")
+        _warn(config, data, task, steps, group, reporter)
         # the two flags that each exchange sends: a request to stop, and a checkpoint that is due
         optimizer = build_optimizer(config, model, group, steps, signals=2)
-        parts = data, task, table, device, model, optimizer, loader, reporter, precision
-        trainer = Trainer(config, folder, *parts, began)
-        trainer.embeddings = open_embeddings(trainer, stack)
-        begin(trainer, launch, stack)
-        return fit(trainer, stopped)
+        run = Run(
+            config,
+            folder,
+            group,
+            device,
+            data,
+            task,
+            table,
+            model,
+            loader,
+            optimizer,
+            precision,
+            build_schedule(config.training, optimizer),
+            build_average(config.training, model),
+            reporter,
+            began,
+        )
+        run.embeddings = open_embeddings(run, stack)
+        yield run
+
+
+def open_embeddings(run: Run, stack: ExitStack) -> TrainedEmbeddings | None:
+    """Build the embeddings of the node types without features that the model reads, if any.
+
+    Args:
+        run: the run.
+        stack: for a GPU, their rows are page-locked until it is closed. The GPU has read the rows
+            of a step before the optimizer, which needs their gradients, updates them.
+
+    Raises:
+        ValueError: an option does not support them.
+        RuntimeError: the memory is too small.
+    """
+    if not isinstance(run.data, HeteroDataset):
+        return None
+    assert isinstance(run.task, HeteroNodeTask | HeteroLinkTask), "`build_task` has built it"
+    tables = build_embeddings(run.config, run.data, run.model)
+    check_optimizer(run.config, run.optimizer, tables)
+    run.task.embeddings = tables
+    if not tables:
+        return None
+    if run.device.type == "cuda":
+        for table in tables.values():
+            stack.enter_context(pinned(table.rows))
+    names = ", ".join(f"{name} ({len(table):,} rows)" for name, table in tables.items())
+    columns = run.config.model.embeddings["dim"]
+    run.reporter.say(f"embeddings of {columns} columns are trained for {names}")
+    return TrainedEmbeddings(run.config, tables, run.group, run.folder)
+
+
+def all_callbacks(
+    run: Run, own: Sequence[Callback], launch: record.Launch | None, stack: ExitStack
+) -> list[Callback]:
+    """Return the callbacks of a run, after it is started or restored: the caller's before the last.
+
+    The checkpoint is written after all others have seen an event.
+    """
+    statistics, best = Statistics(run.device), Best()
+    records = Record(statistics)
+    stored = [records, *own]
+    saving = Checkpoint(run, statistics, stored, launch, stack)
+    saving.begin(run)
+    return [
+        statistics,
+        Average(),
+        best,
+        records,
+        Board(),
+        Progress(statistics, stack),
+        Trace(),
+        Signals(stack),
+        *own,
+        saving,
+        Result(),
+    ]
+
+
+def _check(config: TrainConfig, group: Group, alone: bool) -> None:
+    """Check that this process and its group can train with the options.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if config.graph.data is None:
+        raise ValueError("train: no data\n\nhint: give the folder of a graph")
+    if config.run.workers > 1 and alone:
+        raise ValueError(
+            f"train: workers is {config.run.workers}, and this is one process\n\n"
+            "hint: `gcnzc train --workers N` starts the processes; a script that torchrun starts "
+            "gives `train` the group of gcnzc.exchange.init_group"
+        )
+    if config.is_full_batch and group.world_size > 1:
+        raise ValueError(f"train: {workers_message(f'a group of {group.world_size} workers')}")
+    if config.training.runs > 1:
+        raise ValueError(
+            f"train: runs is {config.training.runs}, but `train` trains one\n\n"
+            "hint: gcnzc.train.train_runs trains with several random seeds"
+        )
+    check_options(config, group.world_size)
+
+
+def _describe(
+    config: TrainConfig, data: Dataset | HeteroDataset, group: Group, reporter: Reporter
+) -> None:
+    """Say what the user may not expect of the labels, and the published score of a preset."""
+    assert config.graph.data is not None, "checked before"
+    if group.rank == 0 and config.graph.task.name != "link":
+        for message in describe_labels(data, is_prepared(config.graph.data)):
+            reporter.say(message)
+    if config.run.preset:
+        # a run has all options, also of a preset that a later version does not have any more
+        with suppress(ValueError):
+            preset = read_preset(config.run.preset)
+            reporter.say(describe_published_score(preset, data.name, _changed(config, preset)))
+
+
+def _warn(
+    config: TrainConfig, data: Any, task: Task, steps: int, group: Group, reporter: Reporter
+) -> None:
+    """Say which options do not do what they may be meant for."""
+    for message in (
+        format_steps_warning(config, len(task.seeds), group.world_size),
+        format_warmup_warning(config.training, steps),
+        format_one_worker_warning(config, group.world_size),
+        format_trace_warning(config, steps),
+        format_time_warning(config, data),
+    ):
+        if message:
+            reporter.say(f"warning: {message}")
 
 
 def _changed(config: TrainConfig, preset: Preset) -> list[str]:
@@ -315,42 +389,3 @@ def _check_memory(
 
 def _cuda_devices(device: torch.device) -> list[int]:
     return [torch.cuda.current_device()] if device.type == "cuda" else []
-
-
-def fit(trainer: Trainer, stopped: threading.Event) -> dict[str, Any]:
-    """Train the remaining epochs, and return the result of the run; see `train`."""
-    while trainer.epoch < trainer.config.training.epochs and not is_out_of_patience(trainer):
-        train_epoch(trainer, stopped)
-        finish_epoch(trainer)
-        flags = [stopped.is_set(), trainer.is_checkpoint_due()]
-        if trainer.group.world_size > 1:
-            # clocks and signals differ between workers
-            flags = run(all_gather(torch.tensor(flags)), trainer.group).any(dim=0).tolist()
-        handle_stop_request(trainer, flags)
-    if trainer.epoch < trainer.config.training.epochs:
-        patience = trainer.config.training.patience
-        trainer.reporter.say(
-            f"stopped after epoch {trainer.epoch} (--patience {patience}): the last "
-            f"{'evaluation' if patience == 1 else f'{patience} evaluations'} found no better model "
-            f"than that of epoch {trainer.best['epoch'] + 1}"
-        )
-    evaluate_last_epoch(trainer)
-    if message := format_average_warning(
-        trainer.config.training, trainer.best["epoch"], trainer.lines
-    ):
-        trainer.reporter.say(f"warning: {message}")
-    save(trainer)
-    trainer.on_rank_zero(lambda: write_pending(trainer))
-    trainer.on_rank_zero(lambda: remove_old_embeddings(trainer))
-    return write_result(trainer)
-
-
-def is_out_of_patience(trainer: Trainer) -> bool:
-    """Whether the last `patience` evaluations found no better model."""
-    if not trainer.config.training.patience or not trainer.best:
-        return False
-    key = f"valid_{trainer.task.metric}"
-    later = [
-        line for line in trainer.lines if key in line and line["epoch"] > trainer.best["epoch"]
-    ]
-    return len(later) >= trainer.config.training.patience

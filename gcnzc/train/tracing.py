@@ -6,18 +6,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gcnzc._files import write_text
-from gcnzc.exchange import Algorithm, AllGatherScalar, run
+from gcnzc.exchange import Algorithm, AllGatherScalar
+from gcnzc.exchange import run as run_algorithm
 from gcnzc.exchange.sync import all_gather_text
 from gcnzc.system.spans import Span, Stage, seconds_outside
+from gcnzc.train.callbacks import Callback
 from gcnzc.train.config import TrainConfig
+from gcnzc.train.errors import Interrupted
 from gcnzc.train.plots import timeline
 from gcnzc.train.run_folder import TIMELINE, TRACE
-
-if TYPE_CHECKING:
-    from gcnzc.train.trainer import Trainer
+from gcnzc.train.state import Run
 
 
 def overlap_share(spans: Sequence[Span], name: str, other: str) -> float:
@@ -92,32 +93,42 @@ def format_trace_warning(config: TrainConfig, steps: int) -> str:
     )
 
 
-def trace(trainer: "Trainer", spans: Sequence[Span], stages: Sequence[Stage]) -> None:
-    """Record the spans of a step if it is traced, and write the trace after the last such step."""
-    trainer.steps += 1
-    last = WARM_UP + trainer.config.run.trace
-    if not WARM_UP < trainer.steps <= last:
-        return
-    trainer.spans += spans
-    trainer.stages += stages
-    if trainer.steps == last:
-        draw_trace(trainer)
+class Trace(Callback):
+    """Records the spans of some steps, and draws their timeline."""
 
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.stages: list[Stage] = []
 
-def draw_trace(trainer: "Trainer") -> None:
-    """Write the timeline of the traced steps, if there are any."""
-    if trainer.stages:
-        own = trainer.spans + [stage.span() for stage in trainer.stages]
-        spans = run(gather_spans(own, trainer.group.rank), trainer.group)
-        trainer.spans, trainer.stages = [], []
-        if not trainer.is_rank_zero:
+    def on_step(self, run: Run) -> None:
+        """See `Callback`."""
+        last = WARM_UP + run.config.run.trace
+        if not WARM_UP < run.steps <= last:
             return
-        attempt = trainer.files.attempt
-        attempt(TRACE, lambda: write_trace(spans, trainer.folder / TRACE))
-        attempt(TIMELINE, lambda: timeline(spans, trainer.folder / TIMELINE))
-        shown = f"wrote {trainer.folder / TIMELINE}"
+        self.spans += [span for each in run.outputs for span in each.spans] + run.spans
+        self.stages += [stage for each in run.outputs for stage in each.stages] + run.stages
+        if run.steps == last:
+            self._draw(run)
+
+    def on_end(self, run: Run) -> None:
+        """See `Callback`: the run may have ended before all steps were recorded."""
+        if not isinstance(run.stopped, Interrupted):
+            self._draw(run)
+
+    def _draw(self, run: Run) -> None:
+        """Write the timeline of the recorded steps, if there are any."""
+        if not self.stages:
+            return
+        own = self.spans + [stage.span() for stage in self.stages]
+        spans = run_algorithm(gather_spans(own, run.group.rank), run.group)
+        self.spans, self.stages = [], []
+        if not run.is_first:
+            return
+        run.files.attempt(TRACE, lambda: write_trace(spans, run.folder / TRACE))
+        run.files.attempt(TIMELINE, lambda: timeline(spans, run.folder / TIMELINE))
+        shown = f"wrote {run.folder / TIMELINE}"
         # a full-batch run gathers its rows once, before its steps
         if any(span.name == "gather" for span in own):
             share = overlap_share(own, "gather", "compute")
             shown = f"{share:.0%} of the gather time overlapped with compute; {shown}"
-        trainer.reporter.say(shown)
+        run.reporter.say(shown)

@@ -164,6 +164,8 @@ def parse(given: Any, kind: Any, name: str) -> Any:
     """
     kinds = kind if isinstance(kind, tuple) else _members(kind)
     for each in sorted(kinds, key=lambda kind: kind is str):
+        if str in kinds and get_origin(each) is tuple and "," not in str(given):
+            continue  # a word, and no list
         try:
             return _convert(given, each)
         except (ValueError, TypeError, KeyError, OverflowError):
@@ -195,8 +197,6 @@ def _convert(given: Any, kind: Any) -> Any:
     if origin is tuple:
         item, *rest = get_args(kind)
         words = given.split(",") if isinstance(given, str) else given
-        if item is str and words == [given]:
-            raise ValueError  # a word, and no list
         if rest and rest[0] is not ... and len(words) != len(rest) + 1:
             raise ValueError
         return tuple(_convert(each, item) for each in words if each != "")

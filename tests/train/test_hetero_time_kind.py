@@ -9,10 +9,10 @@ from typed_shop import BOUGHT, BUYS, EDGES, ITEMS, USERS, build
 
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.train import embed_nodes, evaluate, predict_links, train
+from gcnzc.train.checkpointing import check_resumed_options
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.hetero.data import load_hetero
 from gcnzc.train.hetero.edge_split import split_edges_of_run
-from gcnzc.train.resume import check_resumed_options
 from gcnzc.train.tasks.hetero_link import HeteroLinkTask
 
 LAST = 10_000  # later than every edge

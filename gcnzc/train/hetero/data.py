@@ -22,7 +22,6 @@ from gcnzc.graph.hetero.folder import info as read_info
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
 from gcnzc.graph.hetero.stores import NodeStore
 from gcnzc.graph.load import load
-from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.train.config import HETERO_MODELS, TrainConfig
 from gcnzc.train.shared_data import load_shared, share_copy
 
@@ -38,9 +37,9 @@ class TypedTables:
         """The device of the rows."""
         return torch.device("cpu")
 
-    def gathered_bytes(self, batch: HeteroBatch) -> int:
-        """Return the bytes of the rows that were gathered for a minibatch."""
-        return sum(len(batch.nodes[name]) * table.row_bytes for name, table in self.tables.items())
+    def gathered_bytes(self, nodes: Mapping[str, Tensor]) -> int:
+        """Return the bytes of the rows that were gathered for the nodes of a minibatch."""
+        return sum(len(nodes[name]) * table.row_bytes for name, table in self.tables.items())
 
 
 @contextmanager

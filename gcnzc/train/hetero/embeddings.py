@@ -28,6 +28,7 @@ from gcnzc.train.checkpoint import RESTORE
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.mixed_seed import mixed_seed
+from gcnzc.train.output_files import OutputFiles
 
 FOLDER = "embeddings"
 
@@ -93,6 +94,17 @@ class TrainedEmbeddings:
         """
         self.optimizer.weight = weight
         self.optimizer.step()
+
+    def keep_best(self, files: OutputFiles, epoch: int) -> None:
+        """Write the rows of a new best model on worker 0; a collective call.
+
+        Args:
+            files: reports a file that cannot be written.
+            epoch: counted from 0.
+        """
+        with joint_work(self.group):
+            if self.group.rank == 0:
+                files.attempt("embeddings/best", lambda: self.write_best(epoch))
 
     def write_best(self, epoch: int) -> None:
         """Write the rows of the best model, of an epoch counted from 0; on worker 0.

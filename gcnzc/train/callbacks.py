@@ -1,0 +1,86 @@
+"""Callbacks: what a run does besides training and evaluation, in `gcnzc.train.loop`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gcnzc.exchange import run as run_algorithm
+from gcnzc.exchange.sync import all_gather_scalar
+from gcnzc.train.errors import PeerFailed, StopTraining
+from gcnzc.train.state import Run
+
+
+class Callback:
+    """Listens to a run; override the events that you need.
+
+    Each worker calls the callbacks, in the same order, so that they may exchange data. Write files
+    on the worker with `run.is_first`. Raise `StopTraining` in any event of any worker to end the
+    run as if its last epoch were over: all workers stop after the same step.
+    """
+
+    def on_start(self, run: Run) -> None:
+        """Before the first step, when all parts are built, and a resumed run is restored."""
+
+    def on_step(self, run: Run) -> None:
+        """After an optimizer step; `run.outputs` has its minibatches.
+
+        On a GPU, do not read values of tensors in each step: it would wait for the device.
+        """
+
+    def on_epoch(self, run: Run) -> None:
+        """After the last step of an epoch, before its evaluation; fill `run.line`."""
+
+    def on_evaluate(self, run: Run) -> None:
+        """After an evaluation; `run.scores` are those of `run.evaluated`."""
+
+    def on_record(self, run: Run) -> None:
+        """After an epoch, when `run.line` is complete."""
+
+    def on_end(self, run: Run) -> None:
+        """After the last epoch, or when the run has stopped (`run.stopped`); not after an error."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run restores: tensors and plain values, of the first worker."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state, on all workers, before `on_start`."""
+
+
+EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
+
+
+class Hooks:
+    """Calls the callbacks that override an event."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self.methods = {
+            event: [
+                getattr(each, event)
+                for each in callbacks
+                if getattr(type(each), event) is not getattr(Callback, event)
+            ]
+            for event in EVENTS
+        }
+
+    def __call__(self, event: str, run: Run) -> None:
+        """Call the callbacks of an event, all of them also if one stops the run.
+
+        Raises:
+            PeerFailed: a callback failed on another worker; not in `on_step`, where nothing is
+                exchanged.
+        """
+        for method in self.methods[event]:
+            failure: Exception | None = None
+            try:
+                method(run)
+            except StopTraining as reason:
+                run.ending = run.ending or reason
+            except Exception as error:
+                failure = error
+            if event == "on_step" or run.group.world_size == 1:
+                if failure is not None:
+                    raise failure
+                continue
+            failed = run_algorithm(all_gather_scalar(int(failure is not None)), run.group)
+            if any(failed):
+                raise failure or PeerFailed(f"worker {failed.index(1)} has failed")

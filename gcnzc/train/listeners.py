@@ -1,0 +1,248 @@
+"""The callbacks of each run: averages, the best model, records, TensorBoard, progress, signals.
+
+Those for statistics, traces, results and checkpoints are in `epoch_stats`, `tracing`, `results` and
+`checkpointing`.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from gcnzc.train import checkpoint, record
+from gcnzc.train.callbacks import Callback
+from gcnzc.train.epoch_stats import Statistics
+from gcnzc.train.errors import StopTraining
+from gcnzc.train.results import format_drop_warning, format_epoch
+from gcnzc.train.run_folder import BEST, BOARD, RECORD, WORKERS
+from gcnzc.train.signals import stop_requests
+from gcnzc.train.state import Run
+from gcnzc.train.tensorboard import EventFile
+from gcnzc.train.weight_average import format_average_warning
+
+
+class Average(Callback):
+    """Adds the weights after steps and epochs to `run.average`."""
+
+    def on_step(self, run: Run) -> None:
+        """See `Callback`."""
+        if run.average is not None:
+            run.average.end_step()
+
+    def on_epoch(self, run: Run) -> None:
+        """See `Callback`; the last epoch is added after the parameters are final."""
+        if run.average is not None and not run.is_last:
+            run.average.end_epoch(run.epoch)
+
+    def on_evaluate(self, run: Run) -> None:
+        """See `Callback`."""
+        if run.average is not None:
+            run.line["averaged"] = run.average.updates
+
+    def on_end(self, run: Run) -> None:
+        """See `Callback`."""
+        if run.average is None or not run.best:
+            return
+        training = run.config.training
+        if warning := format_average_warning(training, run.best["epoch"], run.lines):
+            run.reporter.say(f"warning: {warning}")
+
+
+class Best(Callback):
+    """Keeps the weights with the best validation score, and stops a run without progress."""
+
+    def __init__(self) -> None:
+        self.is_written = True
+
+    def on_evaluate(self, run: Run) -> None:
+        """See `Callback`."""
+        assert run.evaluated is not None, "the event follows an evaluation"
+        valid = run.scores[run.task.metric]["valid"]
+        if math.isnan(valid) and not run.best:
+            run.reporter.say(
+                f"the validation {run.task.metric} is not defined, since the labels of the "
+                "validation split have a single class: the model of the first evaluation remains "
+                "the best one"
+            )
+        if not run.best or valid > run.best["valid"]:
+            weights = {name: value.clone() for name, value in run.evaluated.state_dict().items()}
+            run.best = {"epoch": run.epoch, "valid": valid, "scores": run.scores, "model": weights}
+            self.is_written = False
+            if run.embeddings is not None:
+                run.embeddings.keep_best(run.files, run.epoch)
+
+    def on_record(self, run: Run) -> None:
+        """See `Callback`."""
+        self.write(run)
+        patience, epoch = run.config.training.patience, run.best.get("epoch", 0)
+        later = [line for line in run.lines[epoch + 1 :] if f"valid_{run.task.metric}" in line]
+        if patience and len(later) >= patience and not run.is_last:
+            found = "evaluation" if patience == 1 else f"{patience} evaluations"
+            raise StopTraining(
+                f"stopped after epoch {run.epoch} (--patience {patience}): the last {found} found "
+                f"no better model than that of epoch {epoch + 1}"
+            )
+
+    def on_end(self, run: Run) -> None:
+        """See `Callback`."""
+        self.write(run)
+
+    def write(self, run: Run) -> None:
+        """Write the best model on the first worker, also if its file was removed."""
+        path = run.folder / BEST
+        if run.is_first and run.best and not (self.is_written and path.exists()):
+            write = partial(checkpoint.save, path, run.best)
+            self.is_written = run.files.attempt(BEST, write)
+
+    def on_start(self, run: Run) -> None:
+        """See `Callback`; the file may be older than the checkpoint."""
+        self.is_written = not run.best
+
+
+class Record(Callback):
+    """Writes record.jsonl, and with several workers workers.jsonl, with lines for each epoch.
+
+    Args:
+        statistics: of the epoch.
+    """
+
+    def __init__(self, statistics: Statistics) -> None:
+        self.statistics = statistics
+        self.num_worker_lines = 0
+
+    def on_start(self, run: Run) -> None:
+        """See `Callback`; the checkpoint has all lines, so this also repairs a damaged file."""
+        self.record = record.Journal(run.folder / RECORD)
+        self.workers = record.Journal(run.folder / WORKERS)
+        self.num_lines = len(run.lines)
+        if run.is_first and run.lines:
+            record.rewrite(run.folder / RECORD, run.lines)
+            record.keep(run.folder / WORKERS, self.num_worker_lines)
+
+    def on_epoch(self, run: Run) -> None:
+        """See `Callback`."""
+        workers = self.statistics.workers
+        if len(workers) == 1:
+            return  # record.jsonl has the same figures
+        self.num_worker_lines += len(workers)
+        for worker, stats in enumerate(workers):
+            line = {"epoch": run.epoch, "worker": worker, **stats.seconds.all()}
+            line |= {"seeds": stats.seeds, "steps": stats.steps, "bytes_sent": stats.bytes_sent}
+            if stats.minibatches:
+                line["dropped_share"] = stats.dropped_share
+            self.workers.pending += record.to_line(line)
+
+    def on_record(self, run: Run) -> None:
+        """See `Callback`; the line of the last epoch may change."""
+        if self.num_lines == len(run.lines):
+            if run.is_first:
+                self.rewrite(run)
+            return
+        self.num_lines = len(run.lines)
+        self.record.pending += record.to_line(run.line)
+        self.write(run)
+
+    def on_end(self, run: Run) -> None:
+        """See `Callback`."""
+        self.write(run)
+
+    def write(self, run: Run) -> None:
+        """Write all pending lines on the first worker; those of a removed file again."""
+        if not run.is_first:
+            return
+        run.files.attempt(WORKERS, self.workers.append)
+        if run.lines and not (run.folder / RECORD).exists():
+            self.rewrite(run)
+        run.files.attempt(RECORD, self.record.append)
+
+    def rewrite(self, run: Run) -> None:
+        """Replace record.jsonl by the lines of all epochs."""
+
+        def write() -> None:
+            record.rewrite(run.folder / RECORD, run.lines)
+            self.record.pending = b""
+
+        run.files.attempt(RECORD, write)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Callback`."""
+        return {"worker_lines": self.num_worker_lines}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Callback`."""
+        self.num_worker_lines = state["worker_lines"]
+
+
+class Board(Callback):
+    """Writes the numbers of the record for TensorBoard."""
+
+    def on_start(self, run: Run) -> None:
+        """See `Callback`."""
+        self.events = EventFile(run.folder / BOARD, run.reporter.say)
+
+    def on_record(self, run: Run) -> None:
+        """See `Callback`."""
+        if run.is_first:
+            self.events.add(run.epoch, run.line)
+            run.files.attempt(BOARD, self.events.append)
+
+    def on_end(self, run: Run) -> None:
+        """See `Callback`."""
+        if run.is_first:
+            run.files.attempt(BOARD, self.events.append)
+
+
+class Progress(Callback):
+    """Shows the progress within an epoch, and a line after it.
+
+    Args:
+        statistics: of the epoch.
+        stack: closes the progress bar of an epoch that ends with an error.
+    """
+
+    def __init__(self, statistics: Statistics, stack: ExitStack) -> None:
+        self.statistics, self.stack = statistics, stack
+        self.bar = ExitStack()
+        self.advance: Callable[..., object] | None = None
+
+    def on_step(self, run: Run) -> None:
+        """See `Callback`."""
+        if self.advance is None:
+            title = f"epoch {run.epoch + 1}/{run.config.training.epochs}"
+            self.bar = self.stack.enter_context(ExitStack())
+            self.advance = self.bar.enter_context(run.reporter.task(title))
+        figures = partial(self.statistics.own.format_progress, run.task.has_accuracy)
+        self.advance(run.step + 1, run.num_steps, figures)
+
+    def on_epoch(self, run: Run) -> None:
+        """See `Callback`."""
+        self.bar.close()
+        self.advance = None
+
+    def on_record(self, run: Run) -> None:
+        """See `Callback`."""
+        run.reporter.say(format_epoch(run.line, run.config.training.epochs))
+        if warning := format_drop_warning(run.line, run.optimizer, run.lines[:-1]):
+            run.reporter.say(f"warning: {warning}")
+
+    def on_end(self, run: Run) -> None:
+        """See `Callback`."""
+        self.bar.close()
+        if type(run.stopped) is StopTraining:
+            run.reporter.say(str(run.stopped))
+
+
+class Signals(Callback):
+    """Requests the end of a run after SIGINT or SIGTERM.
+
+    Args:
+        stack: restores the handlers of signals at its end.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack = stack
+
+    def on_start(self, run: Run) -> None:
+        """See `Callback`."""
+        run.is_interrupted = self.stack.enter_context(stop_requests()).is_set
