@@ -1,10 +1,12 @@
 """Parse the command line: the parser and the help of each command follow from its rows."""
 
 import argparse
+import ast
 import difflib
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
@@ -39,13 +41,14 @@ class Parser(argparse.ArgumentParser):
 
     kind: type[Options]
     flags: Sequence[str] = ()
+    words: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
         """Raise a UsageError instead of printing the usage."""
         unknown = message.partition("unrecognized arguments: ")[2].split()
         names = [word.partition("=")[0] for word in unknown]
         options = [name for name in names if name.startswith("--")]
-        owners = "".join(_owner_of(each, self.kind) for each in options)
+        owners = "".join(_owner_of(each, self.kind, self.words) for each in options)
         suggestion = owners or suggest(options, self.flags)
         if unknown and not suggestion and any(name.lstrip("-").isdecimal() for name in names):
             suggestion = "lists have commas and no spaces, such as --fanouts 10,5; "
@@ -54,13 +57,20 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}\n\nhint: {suggestion}`{self.prog} --help` lists the options")
 
 
-def _owner_of(flag: str, kind: type[Options]) -> str:
-    """Say with which value an option is written, such as heads with --model gat; "" if none."""
+def _owner_of(flag: str, kind: type[Options], words: Sequence[str]) -> str:
+    """Say with which value an option is written, such as heads with --model gat; "" if none.
+
+    Values that are on the command line come first.
+    """
     name = flag[2:].replace("-", "_")
-    for row in rows(kind).values():
-        for value in row.of.targets if row.of else ():
-            if row.of and name in row.of.arguments(value):
-                return f"it is an option of {row.flag} {value}, as in {value}:{name}=VALUE; "
+    owners = [
+        (row.flag, value)
+        for row in rows(kind).values()
+        for value in (row.of.targets if row.of else ())
+        if row.of and name in row.of.arguments(value)
+    ]
+    for owner, value in sorted(owners, key=lambda each: each[1] not in words)[:1]:
+        return f"it is an option of {owner} {value}, as in {value}:{name}=VALUE; "
     return ""
 
 
@@ -87,7 +97,9 @@ def parse(words: Sequence[str]) -> tuple[str, Options] | None:
         if not {"-h", "--help", "--help-all"}.isdisjoint(rest):
             print(build_parser(command, "--help-all" in rest).format_help(), end="")
             return None
-        given = vars(build_parser(command, False).parse_args(_joined(rest)))
+        parser = build_parser(command, False)
+        parser.words = rest
+        given = vars(parser.parse_args(_joined(rest)))
         return command, _train_options(given) if kind is TrainConfig else kind(**given)
     except ValueError as error:
         raise usage_error(error, command) from None
@@ -304,7 +316,9 @@ def _describe_value(row: Row, name: str) -> list[str]:
         raise UsageError(not_among(row.flag, name, row.of.targets))
     own, lines = row.of.defaults.get(name, {}), [f"{row.flag} {name}: {row.of.summary(name)}", ""]
     for key, each in row.of.arguments(name).items():
-        default = "VALUE" if each.default is None else each.default.strip("'\"")
+        default = each.default or "VALUE"
+        with suppress(ValueError):  # an expression
+            default = shown(ast.literal_eval(default))
         default = shown(own[key]) if key in own else default
         lines += _columns(f"  {key}={default}", each.help, 34)
     return lines if len(lines) > 2 else [*lines, "  It has no options."]

@@ -13,7 +13,13 @@ from gcnzc.exchange import Group
 from gcnzc.graph.dataset import Dataset
 from gcnzc.models.hetero import HeteroModel
 from gcnzc.models.stack import Model
-from gcnzc.optim import DistributedOptimizer, DropCompute, LocalMethod, ZeroOneSchedule
+from gcnzc.optim import (
+    DistributedOptimizer,
+    DropCompute,
+    LocalMethod,
+    StreamingDiLoCo,
+    ZeroOneSchedule,
+)
 from gcnzc.optim.defaults import WARMUP_SHARE
 from gcnzc.sampling.neighbor import Sampler, SamplerProtocol
 from gcnzc.train.config import ONE_BIT, LoadingOptions, ModelOptions, TrainConfig, TrainingOptions
@@ -114,6 +120,8 @@ def build_optimizer(
         run["clip_norm"] = clip_norm
     if issubclass(kind, DropCompute):
         run["micro_batches"] = training.accumulate
+    if issubclass(kind, StreamingDiLoCo) and own.get("local_steps") == "auto":
+        own.setdefault("delay", "auto")  # both are measured together
     method: DistributedOptimizer = kind(inner, group, **run, **own)
     return method
 

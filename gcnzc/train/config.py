@@ -478,6 +478,19 @@ class TrainConfig(Options):
         self._complete(given)
         self.check()
 
+    def replace(self, **given: Any) -> "TrainConfig":
+        """Return a copy with other options; defaults that the strategy determines change with it."""
+        kept = {name: self[name] for name in rows(TrainConfig)} | given
+        strategy = self.run.strategy.name
+        determined = {
+            "optimizer": OPTIMIZER_OF.get(strategy, "adam"),
+            "accumulate": DROPPED_ACCUMULATE if strategy == "dropcompute" else 1,
+        }
+        for name, value in determined.items() if "strategy" in given else ():
+            if name not in given and str(kept[name]) == str(value):
+                del kept[name]
+        return TrainConfig(**kept)
+
     def _complete(self, given: Collection[str]) -> None:
         """Replace the defaults of options that others determine."""
         strategy = self.run.strategy.name
