@@ -479,7 +479,7 @@ class TrainConfig(Options):
         self.check()
 
     def replace(self, **given: Any) -> "TrainConfig":
-        """Return a copy with other options; defaults that the strategy determines change with it."""
+        """Return a copy with other options; what the strategy determines changes with it."""
         kept = {name: self[name] for name in rows(TrainConfig)} | given
         strategy = self.run.strategy.name
         determined = {
