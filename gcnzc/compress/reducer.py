@@ -118,6 +118,9 @@ class Reducer(ABC):
         self.num_elements, self.worker = num_elements, worker
         self.active: Tensor | None = None
         """(n,) bool: the elements that are reduced; None for all"""
+        self.num_means = torch.zeros(1, dtype=torch.int64)
+        """the number of means so far, which determines random draws; a subclass that uses it counts
+        and saves it"""
 
     @abstractmethod
     def mean(self, values: Tensor, extras: int = 0) -> Algorithm[str]:
@@ -177,8 +180,14 @@ class Reducer(ABC):
             errors: by name, the tensors that `errors` returns.
 
         Raises:
-            ValueError: the shapes are those of another vector or another number of ranks.
+            ValueError: the shapes are those of another vector or another number of ranks, or
+                elements are not finite: there would be no mean again.
         """
+        if bad := [name for name, error in errors.items() if not _is_finite(error)]:
+            raise ValueError(
+                f"errors that are no tensors of finite elements: {', '.join(bad)}\n\n"
+                "hint: load another checkpoint; this one may be damaged"
+            )
         shapes = {name: tuple(error.shape) for name, error in self.errors().items()}
         found = {name: tuple(error.shape) for name, error in errors.items()}
         if not found.items() <= shapes.items():
@@ -198,6 +207,10 @@ class Reducer(ABC):
         self.check_errors(errors)
         for name, error in self.errors().items():
             error.copy_(errors[name] if name in errors else torch.zeros_like(error))
+
+
+def _is_finite(error: object) -> bool:
+    return isinstance(error, Tensor) and bool(error.isfinite().all())
 
 
 def count_not_finite(values: Tensor) -> Tensor:

@@ -104,8 +104,6 @@ class SparseReducer(Reducer):
     ) -> None:
         super().__init__(num_elements, worker)
         self.error_decay = error_decay
-        self.num_means = torch.zeros(1, dtype=torch.int64)
-        """the number of means computed so far; a subclass that uses it also saves it"""
         if worker.world_size == 1:
             return
         self.support = torch.zeros(num_elements, dtype=torch.bool, device=worker.device)

@@ -130,7 +130,6 @@ class TwoStageReducer(Reducer):
         self.part = self.layout.bounds(worker.rank)
         self.code_bytes = codec.row_bytes(self.layout)
         self.mean_row_bytes = self.mean_codec.row_bytes(self.part_mean_layout)
-        self.num_means = torch.zeros(1, dtype=torch.int64)
         if codec.has_feedback and worker.world_size > 1:
             self.worker_error = torch.zeros(num_elements, dtype=worker.dtype, device=worker.device)
             begin, end = self.part

@@ -4,7 +4,8 @@ A small request is executed by messages between two ranks, whose receives are al
 start; a larger one by the process group's own collective. The switch sizes are fixed: up to them
 the median gain over the process group's collective was above 1.5 in each recorded network of 8
 ranks, and no size was slower than 0.9 of it (`python -m bench.network.gains`). An `AllToAll` stays
-with messages at any size, since only their headers show that two ranks expect different sizes.
+with messages at any size, since only their headers show that two ranks expect different sizes,
+unless it is started on a channel.
 
 The times for W ranks, M bytes, a latency of α seconds per message and an outgoing bandwidth of B
 bytes/s per rank (Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
@@ -405,9 +406,11 @@ class AllToAll(Collective):
     parts: Sequence[Tensor]
     """W one-dimensional tensors of one dtype and of any lengths; part r is sent to rank r"""
     counts: Sequence[int] | None = None
-    """the number of elements to receive from each rank; None exchanges the lengths first"""
+    """the number of elements to receive from each rank, which is not checked if the request is
+    started; None exchanges the lengths first"""
 
-    # messages at any size, because each rank knows only the sizes of its own parts
+    # messages at any size, because each rank knows only the sizes of its own parts; started on a
+    # channel, it is the process group's collective, which has no headers
     small_bytes_started = -1
 
     @property

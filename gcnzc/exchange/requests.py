@@ -221,12 +221,13 @@ class First(Request):
 
 @dataclass(eq=False, slots=True)
 class Abandon(Request):
-    """Stop waiting for a `Receive` on a channel, a collective or an algorithm; the answer is None.
+    """Allow a simulation to end while a request is pending; the answer is None.
 
-    It still runs before the next request of its channel. A message that arrives still overwrites
-    `values`. An algorithm abandons requests that may not end before it does, such as receives from
-    ranks that have nothing left to send. `First` and `Wait` may still name the request, also in a
-    later algorithm.
+    Over processes it has no effect. The request is a `Receive` on a channel, a collective or an
+    algorithm. It still runs before the next request of its channel. A message that arrives still
+    overwrites `values`. An algorithm abandons requests that may not end before it does, such as
+    receives from ranks that have nothing left to send. `First` and `Wait` may still name the
+    request, also in a later algorithm.
     """
 
     pending: Any

@@ -12,6 +12,7 @@ Notation: W ranks, P parameters.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -238,6 +239,19 @@ class Averaged(WrappingOptimizer):
         """
         if not self.vectors:
             yield from self._determine_layout()
+        is_single = len(self.vectors) + len(self.sparse) == 1
+        before = {} if is_single else deepcopy(self.errors())
+        reason = yield from self._compute_means()
+        for name, errors in before.items() if reason else ():
+            # a vector that is not finite may follow others whose means have updated their errors
+            self.reducers[name].load_errors(errors)
+        return reason
+
+    def errors(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return the compression errors of all reducers; the tensors are not copies."""
+        return {name: reducer.errors() for name, reducer in self.reducers.items()}
+
+    def _compute_means(self) -> Algorithm[str]:
         factor, extras = self.gradient_factor(), self.common_extras()
         for vector in self.vectors:
             values, count = vector.values, vector.num_elements
@@ -403,7 +417,7 @@ class GradientErrors(Errors):
         owner = self.owner
         if not owner.vectors:
             return dict(owner.loaded_errors)
-        return {name: reducer.errors() for name, reducer in owner.reducers.items()}
+        return owner.errors()
 
     def read(self, saved: Mapping[str, Any], own: View, worker: WorkerInfo) -> Any:
         """See `Field`."""

@@ -172,7 +172,8 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 def sum_of_bits(tensor: Tensor) -> Tensor:
     """Return a weighted sum () int64 of a tensor's memory as integers, exact in any order."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat = real.detach().reshape(-1)
+    # the elements of a vector with strides are not adjacent
+    flat = real.detach().reshape(-1).contiguous()
     size = flat.element_size()
     # the same for equal parameters, whatever memory they are views of
     width = next(each for each in _INTEGERS if flat.numel() * size % each == 0)

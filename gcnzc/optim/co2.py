@@ -104,7 +104,6 @@ class CO2(LocalMethod):
     clip: float | None = option(1.0, check_above_zero, is_optional=True)
     delay: int = option(1, partial(check_count, most=1), is_saved=True)
     eager: Any = option(None, check_fraction, is_saved=True)
-    delay_steps = 0
 
     common_start: Tensor = outer_vector()
     """(p,): s, the common start of the current round"""

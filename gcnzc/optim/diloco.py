@@ -2,14 +2,14 @@
 
     x_i <- InnerOpt(x_i, gradient of rank i)         H local steps
     d   <- mean_i (a - x_i)                          a: the anchor, where all ranks started
-    b   <- m b + d
-    a   <- a - lr (d + m b)                          Nesterov momentum; lr b without it
+    b   <- μ b + d
+    a   <- a - lr (d + μ b)                          Nesterov momentum; lr b without it
     x_i <- a
 
 as in Douillard et al., "DiLoCo" (2023, https://arxiv.org/abs/2311.08105). The mean difference d is
 the outer gradient. Without Nesterov momentum it is SlowMo (Wang et al., 2020,
 https://arxiv.org/abs/1910.00643) if the inner learning rate is constant: SlowMo divides d by it.
-With m = 0 and lr = 1 it is local SGD. The states of the inner optimizers are not exchanged.
+With μ = 0 and lr = 1 it is local SGD. The states of the inner optimizers are not exchanged.
 
 Notation: n elements, s of a rank's shard, m of a fragment or shard, H local steps.
 """

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gcnzc.compress import Compression, Reducer, Sign
+from gcnzc.compress import Compression, Sign
 from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm
 from gcnzc.kernels.finite import are_finite, square_limit
@@ -123,7 +123,6 @@ class InactiveElements(AdamMethod):
     """the name of the compressed mean in `reducers`"""
     _inactive: Tensor | None
     _slices: list[tuple[Segment, slice]] | None
-    _uncompressed: Reducer | None
 
     def configure(self) -> None:
         """See `DistributedOptimizer`."""
@@ -212,10 +211,10 @@ class InactiveElements(AdamMethod):
             sent = torch.cat([sent, settling.gradients])
         if not len(sent):
             return
-        if self._uncompressed is None:
-            worker = self.flat.worker_info(self.group.rank, self.group.world_size)
-            self._uncompressed = self.gradient_compression.reducer(len(sent), worker)
-        if reason := (yield from self._uncompressed.mean(sent)):
+        reducer = self.gradient_compression.reducer(len(sent), self.describe_worker())
+        # it has no state, since the number of elements changes; the step determines random draws
+        reducer.num_means.fill_(self.steps)
+        if reason := (yield from reducer.mean(sent)):
             raise SkipStep(reason)
         if settling is not None:
             values[:first] = sent[:first]
@@ -243,7 +242,7 @@ class InactiveElements(AdamMethod):
         return self._inactive
 
     def _forget_indices(self) -> None:
-        self._inactive = self._slices = self._uncompressed = None
+        self._inactive = self._slices = None
 
     def count_reactivated(self, gradients: Tensor) -> Tensor:
         """Count the inactive elements (i,) whose gradient is large enough for a variance above 0.
@@ -349,7 +348,7 @@ class InactiveElements(AdamMethod):
 
     def set_settling(self, indices: Tensor, since: Tensor) -> None:
         """Set the settling elements: their indices (s,), and their first steps (s,)."""
-        self._slices = self._uncompressed = None
+        self._slices = None
         earliest, self.settles_at = self.settles_at, 0
         self.settling, order = indices.sort()
         self.settling_since = since[order]

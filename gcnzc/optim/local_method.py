@@ -12,7 +12,7 @@ Notation: W ranks, n elements, m of a fragment, P fragments, H local steps, D th
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -45,6 +45,7 @@ from gcnzc.optim.state import (
     vector,
 )
 from gcnzc.optim.sync_interval import MAX_OVERLAP_SHARE, MAX_SHARE, Clocks, SyncInterval
+from gcnzc.optim.validation import check_above_zero
 from gcnzc.system.arguments import check_flag
 from gcnzc.system.scalars import scalars_like
 
@@ -130,14 +131,12 @@ class LocalMethod(WrappingOptimizer):
         group: the ranks that communicate; see `DistributedOptimizer`.
         local_steps: H; or "auto", the smallest H for which exchanges take at most `target` of the
             wall time and add at most 1/40 to the CPU time of the steps (`SyncInterval`).
-        delay_steps: D, the number of steps from the start of an exchange until its result is
-            applied; or `AT_NEXT_START`.
         compress: compression of the exchanged vectors; None for none.
         sharded: whether each rank gets only its shard of a mean, for outer state that is sharded
             over the ranks; not with compression.
         alone: whether a single rank also exchanges, with itself.
-        target: with "auto", the largest fraction of the wall time for exchanges; 1/20 if None, or
-            1/2 if the exchanges overlap with the steps.
+        target: with "auto", the largest fraction of the wall time for exchanges, above 0; 1/20 if
+            None, or 1/2 if the exchanges overlap with the steps.
         clocks: with "auto", the clocks that measure the steps and the exchanges.
         options: those of `DistributedOptimizer`.
 
@@ -149,11 +148,10 @@ class LocalMethod(WrappingOptimizer):
 
     local_steps: Any = option(1)
     """H, the current number of local steps from one exchange to the next"""
-    delay_steps: int = option(0, is_compared=False)
     compress: Compression = option(None, check_compression)
     sharded: bool = option(False, check_flag, is_saved=True)
     alone: bool = option(False, check_flag, is_compared=False)
-    target: float | None = option(None, is_compared=False)
+    target: float | None = option(None, check_above_zero)
     clocks: Clocks = option(Clocks(), is_compared=False)
 
     is_local: bool = scalar(True)
@@ -165,6 +163,9 @@ class LocalMethod(WrappingOptimizer):
     """number of exchanges so far"""
     dropped: int = scalar(**OWN)
     """number of means that failed, or excluded ranks with non-finite or too large parameters"""
+    delay_steps: int = 0
+    """D, the number of steps from the start of an exchange until its result is applied, below H; or
+    `AT_NEXT_START`. A subclass may set it in `configure`, before it calls that of its base"""
     is_replicated = False
     accepts_shards = True
     needs_closure = False
@@ -631,6 +632,9 @@ class LocalMethod(WrappingOptimizer):
         """See `DistributedOptimizer`."""
         super().on_load()
         self.local_steps = self.sync_interval.steps
+        for fragment in self.fragments:
+            # of an exchange before
+            fragment.sums = ()
         if self.is_inner_only:
             if not self.is_local:
                 self.load_alone()
@@ -660,6 +664,12 @@ class LocalMethod(WrappingOptimizer):
         """See `DistributedOptimizer`; calls `finish_pending` before."""
         self.finish_pending()
         return super().snapshot()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See `DistributedOptimizer`; calls `finish_pending` before."""
+        # a pending exchange would overwrite what is loaded
+        self.finish_pending()
+        super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """See `DistributedOptimizer`; calls `finish_pending` before."""

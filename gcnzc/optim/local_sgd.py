@@ -30,14 +30,15 @@ class LocalSGD(LocalMethod):
         inner: the optimizer of torch that takes the local steps.
         group: the ranks that communicate; see `DistributedOptimizer`.
         local_steps: H, or "auto"; see `LocalMethod`.
-        options: `compress` of the exchanged differences, `target` and `clocks` of `LocalMethod`,
-            and the options of `DistributedOptimizer`.
+        options: the other options of `LocalMethod`, except `sharded`: `compress` of the exchanged
+            differences, and so on.
 
     Raises:
         ValueError: an option is out of range, or the parameters of the ranks differ.
     """
 
     local_steps: Any = option(LOCAL_SGD.local_steps)
+    sharded = False
 
     anchor: Tensor = outer_vector(when=lambda own: own.has_anchor)
     """(n,): the last mean, if the differences from it are exchanged"""

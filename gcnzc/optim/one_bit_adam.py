@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc.exchange import Algorithm
+from gcnzc.exchange import Algorithm, AllGatherScalar
 from gcnzc.optim.defaults import REFRESH, longest_warmup, warmup_steps
 from gcnzc.optim.inactive import InactiveElements
 from gcnzc.optim.options import option
@@ -166,7 +166,7 @@ class OneBitAdam(InactiveElements):
             yield from self._exchange_momenta(values)
         self.move_parameters(values)
         self.join_settled()
-        if not was_frozen and self.group.world_size > 1 and self._is_stable():
+        if not was_frozen and self.group.world_size > 1 and (yield from self._is_stable()):
             self.freeze()
 
     def _exchange_gradients(self, gradients: Tensor) -> Algorithm[None]:
@@ -230,13 +230,15 @@ class OneBitAdam(InactiveElements):
             for index, (has_gradient,) in zip(unmarked, flags, strict=True):
                 self.had_gradient[index] = has_gradient > 0
 
-    def _is_stable(self) -> bool:
-        """Whether the warm-up ends after this step."""
+    def _is_stable(self) -> Algorithm[bool]:
+        """Return whether the warm-up ends after this step, the same on all ranks."""
         step, beta2 = self.steps + 1, self.defaults["betas"][1]
         if self.warmup is not None:
             return bool(step >= self.warmup)
         if step % self.check_interval == 0:
             norm = float(self.variance[self.flat.num_uncompressed :].double().sum())
+            # rank 0's, since the number of threads affects how a sum is rounded
+            norm, *_ = yield AllGatherScalar(norm)
             self.norms.append(norm / (1 - beta2**step))
             return step >= self.longest_warmup or is_stable(self.norms)
         return step >= self.longest_warmup

@@ -104,7 +104,7 @@ class OneBitLamb(OneBitAdam):
 
     @property
     def scale_elements(self) -> int | None:
-        """See `InactiveElements`; 1, because momenta are scaled alike in all tensors."""
+        """See `InactiveElements`; 1, because k gives all tensors the same magnitude."""
         return 1
 
     @property

@@ -24,6 +24,7 @@ from gcnzc.optim.local_method import Fragment
 from gcnzc.optim.local_sgd import LocalSGD
 from gcnzc.optim.options import option
 from gcnzc.optim.state import OWN, scalar, vector
+from gcnzc.optim.sync_interval import Clocks
 from gcnzc.optim.validation import check_count, check_range
 
 DECAY = 0.01
@@ -44,7 +45,7 @@ class SelSync(LocalSGD):
             the first `window` steps.
         window: w, the number of steps over which the norm is smoothed, at most 10,000. The first
             `window` steps always synchronize.
-        options: `compress` of `LocalSGD`, and the options of `DistributedOptimizer`.
+        options: `compress` and `alone` of `LocalMethod`, and the options of `DistributedOptimizer`.
 
     Raises:
         ValueError: an option is out of range, or the parameters of the ranks differ.
@@ -52,6 +53,8 @@ class SelSync(LocalSGD):
 
     accepts_shards = False
     local_steps = 1
+    target = None
+    clocks = Clocks()
     threshold: float = option(
         0.3, partial(check_range, is_valid=lambda x: x >= 0, hint="a number of at least 0")
     )

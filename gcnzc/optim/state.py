@@ -16,8 +16,8 @@ What depends on an instance is in `declare`, such as `Errors` of compression and
     sharded   each rank has its shard                sharded again
 
 Compression errors are resized such that the mean error over the ranks does not change. A snapshot
-is a dictionary of plain values. It contains the rules of its local fields, so `resize_state` needs
-no optimizer.
+is a dictionary of plain values. It contains the rules of all its fields, so `resize_state` needs no
+optimizer.
 
 Arguments of a field that depend on the optimizer are functions of it. To load a state, they get a
 `View`, which has the values of the state; so a field follows those on which it depends.
@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 from gcnzc.compress import Compression, Reducer, WorkerInfo
 from gcnzc.optim.fully_shard import like, local
 from gcnzc.optim.resize import GROUPS, check_state_dict, shard_bounds
+from gcnzc.system.arguments import describe
 
 Kind = Literal["shared", "local", "sharded"]
 Resize = Literal["same", "mean", "drop"]
@@ -112,7 +113,7 @@ class Field:
         return self.initial_value(worker)
 
     def load(self, value: Any, worker: WorkerInfo) -> None:
-        """Set the attribute to a result of `read`, which is not shared with it."""
+        """Set the attribute to a copy of a result of `read`."""
         setattr(self.owner, self.name, copy(value))
 
 
@@ -156,6 +157,8 @@ class Vector(Field):
         if not self.exists(own) or (self.is_optional and self.key not in saved):
             return None
         value: Tensor = super().read(saved, own, worker)
+        if not isinstance(value, Tensor):
+            raise_damaged(f"{self.key} of the state is {describe(value)}, not a tensor")
         if self.size is not None and value.shape != (shape := self.shape(own, worker)):
             found = tuple(value.shape)
             raise_damaged(f"{self.key} of the state has the shape {found}, not {shape}")
@@ -265,7 +268,7 @@ class Inner(Field):
         return value
 
     def load(self, value: Any, worker: WorkerInfo) -> None:
-        """See `Field`."""
+        """See `Field`; as with torch's optimizers, tensors may share memory with the state."""
         self.optimizer.load_state_dict(value)
         for parameter, state in self.optimizer.state.items():
             for name, each in state.items():

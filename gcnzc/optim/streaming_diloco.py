@@ -3,8 +3,8 @@
 Every H steps an exchange of fragment p starts, which finishes D steps later:
 
     after step t       d_p   <- mean_i (a_p - x_p,i)           started
-    after step t + D   b_p   <- m b_p + d_p
-                       a_p   <- a_p - lr (d_p + m b_p)
+    after step t + D   b_p   <- μ b_p + d_p
+                       a_p   <- a_p - lr (d_p + μ b_p)
                        x_p,i <- mix x_p,i + (1 - mix) a_p      with the current x
 
 as in Douillard et al., "Streaming DiLoCo with overlapping communication" (2025,
@@ -32,7 +32,7 @@ from gcnzc.optim.flat import FlatParameters
 from gcnzc.optim.local_method import Fragment
 from gcnzc.optim.options import option
 from gcnzc.optim.state import scalar
-from gcnzc.optim.sync_interval import INITIAL_STEPS, MAX_OVERLAP_SHARE
+from gcnzc.optim.sync_interval import INITIAL_STEPS
 from gcnzc.optim.validation import check_at_least_zero, check_count, check_fraction, check_share
 
 THE_REST = "the rest"
@@ -68,8 +68,6 @@ class StreamingDiLoCo(DiLoCo):
     requested: int | str | Sequence[str] = option(FRAGMENTS, is_compared=False, name="fragments")
     delay: int | str = option(DELAY)
     mixing: float = option(0.5, check_share)
-    # exchanges overlap with the steps, also while a delay of 0 steps is tried
-    target: float | None = option(MAX_OVERLAP_SHARE, is_compared=False)
 
     delay_steps: int = scalar(when=lambda own: own.delay == "auto")
     """the current D"""

@@ -124,7 +124,7 @@ def test_an_epoch_that_is_stopped_early_is_repeated(make):
     assert loader.epoch == 0
 
 
-@pytest.mark.parametrize("make", LOADERS.keys() - {"full batch"}, indirect=True)
+@pytest.mark.parametrize("make", sorted({*LOADERS} - {"full batch"}), indirect=True)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
 def test_a_copy_continues_at_the_position_of_the_loader(make, copied):
     loader = make()

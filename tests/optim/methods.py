@@ -113,6 +113,12 @@ def quorum_of_all(inner, group, **options):
     return DecoupledDiLoCo(inner, group, quorum=group.world_size, **options)
 
 
+def of_vectors(parameters, lr, **options):
+    """1-bit Adam whose groups of matrices have `compress=False`."""
+    groups = [{"params": [each], "compress": each.ndim == 1} for each in parameters]
+    return OneBitAdam(groups, lr, **options)
+
+
 def plain_sgd(parameters):
     return torch.optim.SGD(parameters, lr=LR, weight_decay=0.01)
 
@@ -269,6 +275,9 @@ VARIANTS = {
     "averaged refreshed threshold": averaged(compress=Threshold(0.1, refresh=3)),
     "onebit-adam refresh": replicated(OneBitAdam, warmup=4, refresh=3),
     "onebit-adam topk": replicated(OneBitAdam, warmup=2, compress=TopK(0.2, "layer")),
+    "onebit-adam random": replicated(
+        of_vectors, warmup=2, gradient_compression=Blocks("int8", stochastic=True)
+    ),
     "onebit-adam automatic": replicated(OneBitAdam, warmup=None, betas=(0.9, 0.5)),
     "onebit-lamb refresh": replicated(OneBitLamb, warmup=4, reactivate="refresh"),
 }

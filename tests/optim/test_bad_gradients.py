@@ -38,13 +38,13 @@ BAD, END = (2, 6), 12
 LIMIT = square_limit(torch.float32)
 
 
-def make_model():
+def make_model(dtype=torch.float32):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(6, 8).to(dtype), nn.Tanh(), nn.Linear(8, 2))
 
 
-def make_team(name, **options):
-    models = [make_model() for _ in range(2)]
+def make_team(name, dtype=torch.float32, **options):
+    models = [make_model(dtype) for _ in range(2)]
     return models, CASES[name].optimizers(models, **options)
 
 
@@ -52,7 +52,8 @@ def give_gradients(models, step, large=None, scale=1.0):
     for rank, model in enumerate(models):
         generator = torch.Generator().manual_seed(10 * step + rank)
         for parameter in model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator) * scale
+            gradient = torch.randn(parameter.shape, generator=generator) * scale
+            parameter.grad = gradient.to(parameter.dtype)
         if large is not None and rank == 1:
             model[2].weight.grad[1, 3] = large
 
@@ -68,9 +69,12 @@ def skipped_by(optimizers):
 
 
 @functools.cache
-def trained(name, large, calls_bad_steps=True):
-    """The parameters after each step and at the end, and the optimizers."""
-    models, optimizers = make_team(name)
+def trained(name, large, calls_bad_steps=True, dtype=torch.float32):
+    """The parameters after each step and at the end, and the optimizers.
+
+    The first layer has this dtype, the last one, with the bad gradients, float32.
+    """
+    models, optimizers = make_team(name, dtype)
     found = []
     for step in range(1, END + 1):
         give_gradients(models, step, large if step in BAD else None)
@@ -101,10 +105,13 @@ def test_training_goes_on_as_after_a_gradient_that_is_not_finite(name, large):
 
 
 @pytest.mark.parametrize("large", [1e30, math.inf])
-@pytest.mark.parametrize("name", EVERY_STEP)
-def test_ranks_that_exchange_in_every_step_go_on_as_if_the_step_was_not_taken(name, large):
-    found, _ = trained(name, large)
-    expected, _ = trained(name, large, calls_bad_steps=False)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in EVERY_STEP), ("averaged sign", torch.float64)],
+)
+def test_ranks_that_exchange_in_every_step_go_on_as_if_the_step_was_not_taken(name, dtype, large):
+    found, _ = trained(name, large, dtype=dtype)
+    expected, _ = trained(name, large, calls_bad_steps=False, dtype=dtype)
     assert torch.equal(found, expected)
     assert torch.equal(found[:, 0], found[:, 1])
 

@@ -555,3 +555,8 @@ def test_averaged_and_its_copies_broadcast_only_what_is_added(is_copied):
         assert trained.item() != 0
     # each rank has its own minibatches
     assert not torch.equal(first[0], second[0])
+
+
+def test_the_checksum_of_elements_that_are_not_adjacent_is_that_of_a_copy():
+    column = torch.arange(24.0).view(6, 4)[:, 1]
+    assert torch.equal(checksums.sum_of_bits(column), checksums.sum_of_bits(column.clone()))

@@ -233,8 +233,11 @@ def norms_until_frozen(norm_at, **options):
         for model in models:
             # so that the variance has this norm
             model[0].grad = torch.full((8,), norm_at(number))
+        # as if other numbers of threads had rounded the norm
+        optimizers[1].variance *= 1 + 1e-6
         step_all(optimizers)
         assert optimizers[0].frozen_at == optimizers[1].frozen_at
+        assert optimizers[0].norms == optimizers[1].norms
         if optimizers[0].frozen_at:
             break
     return optimizers[0].frozen_at

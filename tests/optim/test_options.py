@@ -80,7 +80,7 @@ REFUSED = {
         "adjust_lr_fn": ["other"],
     },
     (Averaged, 2): {"momentum": ["heavy"]},
-    (LocalSGD, 2): {"local_steps": [0, True]},
+    (LocalSGD, 2): {"local_steps": [0, True], "target": [0.0, -1.0]},
     (DiLoCo, 2): {"outer_lr": [-1.0, math.nan], "outer_momentum": [1.0]},
     (StreamingDiLoCo, 1): {"mixing": [1.5], "fragments": [0, 7], "delay": [1.5]},
     (CO2, 2): {
@@ -179,6 +179,7 @@ DIFFERENT = [
         r"threshold=1\.0.*threshold=2\.0",
     ),
     (LocalSGD, {"local_steps": 2}, {"local_steps": 3}, "local_steps=2.*local_steps=3"),
+    (DiLoCo, {"target": 0.1}, {"target": 0.2}, r"target=0\.1.*target=0\.2"),
     *((CO2, {}, {name: value}, "") for name, value in (("gap", 2.5), ("clip", None), ("delay", 0))),
     (A2CiD2, {"gossip_rate": 1}, {"gossip_rate": 2}, "gossip_rate=1.*gossip_rate=2"),
     (SAPS, {"seed": 0}, {"seed": 1}, ""),
@@ -259,6 +260,10 @@ UNKNOWN = [
     (OneBitAdam, {"amsgrad": True}),
     (DecoupledDiLoCo, {"quorum": 2, "compress": HALF}),
     (SelSync, {"local_steps": 4}),
+    (SelSync, {"target": 0.1}),
+    (LocalSGD, {"sharded": True}),
+    (LocalSGD, {"delay_steps": 2}),
+    (CO2, {"delay_steps": 2}),
 ]
 
 

@@ -17,6 +17,7 @@ from optim.teams import (
     finalize,
     mean_of,
     of_ranks,
+    saved,
     set_gradients,
     states_of,
     train,
@@ -34,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from gcnzc.exchange import Group, init_group, lockstep
+from gcnzc.exchange import Compute, Group, init_group, lockstep
 from gcnzc.optim import Averaged, DiLoCo, OneBitAdam, OneBitLamb, ZeroOneAdam, resize_state
 
 END = 12
@@ -312,12 +313,15 @@ def incomplete(snapshot, optimizer):
             if field.resize != "drop" and not getattr(field, "is_optional", False):
                 yield changed(snapshot, section, key, None)
             is_vector = isinstance(value, torch.Tensor) and len(value)
+            if is_vector:
+                yield changed(snapshot, section, key, 0.5)
             if is_vector and field.size is not None:
                 yield changed(snapshot, section, key, value[:-1])
     for name, errors in snapshot["errors"].items():
         for key, value in errors.items():
             if value.ndim and len(value):
-                yield changed(snapshot, "errors", name, errors | {key: value[:-1]})
+                for wrong in (value[:-1], 0.5, torch.full(value.shape, torch.nan)):
+                    yield changed(snapshot, "errors", name, errors | {key: wrong})
     yield changed(snapshot, "shared", "of another method", 1)
 
 
@@ -405,6 +409,7 @@ KINDS = (
     *("drop-compute", "streaming-diloco", "co2 sharded", "a2cid2", "backup-workers", "fedglomo"),
 )
 COPIED = ("averaged sign", "onebit-adam", "zero-one-adam local steps", "streaming-diloco", "co2")
+OVERLAPPED = ("streaming-diloco", "co2")
 OPTIONS = (
     {"full_state_dict": True},
     {"full_state_dict": True, "cpu_offload": True},
@@ -469,6 +474,29 @@ def copy_and_pickle(name, group):
     return [first == other for other in others]
 
 
+def roll_back(name, group):
+    """Whether an optimizer that loads a state during an exchange repeats the steps since then."""
+    model = Everything().float()
+    optimizer = METHODS[name].make(model, group)
+    compute = optimizer.compute
+
+    def compute_late(*words):
+        yield Compute(0.2)
+        return (yield from compute(*words))
+
+    optimizer.compute = compute_late
+    step_from(model, optimizer, 0, SAVED)
+    weights, state = copy.deepcopy(model.state_dict()), saved(optimizer.state_dict())
+    found = []
+    for _ in range(2):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        step_from(model, optimizer, SAVED, SAVED + 4)
+        found.append(vector_of(model))
+    optimizer.finalize()
+    return torch.equal(*found)
+
+
 def outcome_of(call, **options):
     """The message of the error that a call raises, or "works"."""
     try:
@@ -501,6 +529,7 @@ def save_all(folder):
             {name: save_and_load(name, group, folder) for name in KINDS},
             {name: copy_and_pickle(name, group) for name in COPIED},
             {name: try_options(name, group) for name in (SHARED, "onebit-adam", "diloco")},
+            {name: roll_back(name, group) for name in OVERLAPPED},
         )
 
 
@@ -518,7 +547,7 @@ def ranks(folder):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_each_rank_resumes_bit_for_bit_from_a_distributed_checkpoint(ranks, name):
-    for found, _, _ in ranks:
+    for found, *_ in ranks:
         is_same, before, after = found[name]
         assert is_same
         assert before == after
@@ -529,7 +558,12 @@ def test_each_rank_resumes_bit_for_bit_from_a_distributed_checkpoint(ranks, name
 
 @pytest.mark.parametrize("name", COPIED)
 def test_copies_and_unpickled_optimizers_continue_like_the_original(ranks, name):
-    assert [copies[name] for _, copies, _ in ranks] == [[True, True]] * 2
+    assert [copies[name] for _, copies, *_ in ranks] == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("name", OVERLAPPED)
+def test_a_state_that_is_loaded_during_an_exchange_replaces_its_result(ranks, name):
+    assert [repeated[name] for *_, repeated in ranks] == [True, True]
 
 
 def test_the_step_of_an_optimizer_unpickled_without_other_ranks_is_an_error():
@@ -542,7 +576,7 @@ def test_the_step_of_an_optimizer_unpickled_without_other_ranks_is_an_error():
 
 
 def test_options_are_refused_by_name_unless_all_ranks_have_the_same_state(ranks):
-    for _, _, outcomes in ranks:
+    for _, _, outcomes, _ in ranks:
         for name, found in outcomes.items():
             for (option, *_, what), message in found.items():
                 # torch ignores the option there
