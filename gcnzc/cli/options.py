@@ -10,8 +10,6 @@ from gcnzc.train.options import Options, option
 from gcnzc.train.values import parse_bytes, parse_share
 from gcnzc.train.writable import PICTURES, PREDICTIONS, check_output
 
-GRAPH = "folder of a graph, prepared or in OGB's layout, or a .npz, .toml or PyG .pt file"
-RUN = "run folder that `gcnzc train` wrote"
 # of ogbn-papers100M, these are a hundred billion nodes
 MAX_SCALE = 1000
 # architectures that Triton 3.6 and 3.7 compile for
@@ -23,26 +21,26 @@ MIN_MEMORY = 2**20
 class MakeConfig(Options):
     """Write a synthetic graph, or a small real one, in OGB's layout."""
 
-    path: Path = option("folder to write", ..., positional=True)
-    kind: Literal["planted", "rmat", "digits", "typed"] = option(
-        "planted communities, with a known best accuracy; an R-MAT graph with power-law degrees; a "
-        "nearest-neighbour graph of handwritten digits; or a heterogeneous graph with times, 4 "
-        "node types and 6 edge types, with a known best accuracy",
-        "planted",
-    )
-    like: Literal["ogbn-arxiv", "ogbn-products", "ogbn-papers100M", "reddit"] | None = option(
-        "use the numbers of nodes, edges, features and classes of this graph"
-    )
-    scale: float = option(
-        "with --like: multiply the numbers of nodes and edges", 1.0, above=0, most=MAX_SCALE
-    )
-    nodes: int = option("nodes, of all types", 100_000, least=1, most=2**50)
-    edges: int = option(
-        "undirected edges; with --kind typed, edges of all types", 1_000_000, least=1, most=2**50
-    )
-    num_features: int = option("features per node", 100, least=1)
-    classes: int = option("classes", 10, least=1)
-    seed: int = option("random seed", 0, least=0, most=2**63 - 1)
+    path: Path = option(..., positional=True)
+    """folder to write"""
+    kind: Literal["planted", "rmat", "digits", "typed"] = option("planted")
+    """planted communities, with a known best accuracy; an R-MAT graph with power-law degrees; a
+    nearest-neighbour graph of handwritten digits; or a heterogeneous graph with times, 4 node types
+    and 6 edge types, with a known best accuracy"""
+    like: Literal["ogbn-arxiv", "ogbn-products", "ogbn-papers100M", "reddit"] | None = option()
+    """use the numbers of nodes, edges, features and classes of this graph"""
+    scale: float = option(1.0, above=0, most=MAX_SCALE)
+    """with --like: multiply the numbers of nodes and edges"""
+    nodes: int = option(100_000, least=1, most=2**50)
+    """nodes, of all types"""
+    edges: int = option(1_000_000, least=1, most=2**50)
+    """undirected edges; with --kind typed, edges of all types"""
+    num_features: int = option(100, least=1)
+    """features per node"""
+    classes: int = option(10, least=1)
+    """classes"""
+    seed: int = option(0, least=0, most=2**63 - 1)
+    """random seed"""
 
     def check(self) -> None:
         """See `Options`."""
@@ -61,61 +59,51 @@ class PrepareConfig(Options):
     .pt file of PyG, a prepared folder, or the name of an OGB dataset together with --download.
     """
 
-    source: str = option("graph to prepare", ..., positional=True)
-    dest: Path = option("folder to write", ..., positional=True)
-    download: bool = option(
-        "download the OGB dataset SOURCE first, to the folder `downloads` next to DEST", False
-    )
-    features: Path | None = option(
-        ".npy of shape (nodes, columns) to use as features instead of those of SOURCE"
-    )
-    embed: int | None = option("compute so many features per node from the edges", least=1)
+    source: str = option(..., positional=True)
+    """graph to prepare"""
+    dest: Path = option(..., positional=True)
+    """folder to write"""
+    download: bool = option(False)
+    """download the OGB dataset SOURCE first, to the folder `downloads` next to DEST"""
+    features: Path | None = option()
+    """.npy of shape (nodes, columns) to use as features instead of those of SOURCE"""
+    embed: int | None = option(least=1)
+    """compute so many features per node from the edges"""
     feature_dtype: Literal[
         "auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"
-    ] = option(
-        "dtype of the stored features; auto keeps float16, bfloat16 and quantized features, and "
-        "converts others to float32. float8 and int8 values are stored with scales",
-        "auto",
-    )
-    scales: Literal["row", "columns"] = option(
-        "float8 and int8: one scale per row, or one per block of 16 columns of all rows", "row"
-    )
-    normalize_features: bool = option(
-        "divide each row of features by the sum of its absolute values", False
-    )
-    sparse_features: bool = option("keep sparse features sparse", False)
-    pitch_bytes: int | None = option(
-        "bytes from the start of one row of features to the next; 0: no padding; default: the most "
-        "efficient pitch for the PCIe bus",
-        least=0,
-    )
-    bidirected: Literal["auto", "yes", "no"] = option(
-        "add the reverse of every edge, or of every edge type; auto uses the setting of SOURCE; if "
-        "it has none, it adds them if all edges go from lower to higher node ids, or the reverse",
-        "auto",
-    )
-    self_loops: Literal["keep", "add", "remove"] = option(
-        "keep self loops, leave exactly one at every node, or remove all", "keep"
-    )
-    duplicates: Literal["auto", "keep", "remove"] = option(
-        "keep or remove duplicate edges; auto uses the setting of SOURCE, or keeps them", "auto"
-    )
-    split: str | None = option("name or number of the split to use, if SOURCE has several")
-    metric: Literal["as-is", "accuracy", "rocauc"] = option(
-        "metric of node classification; as-is: that of SOURCE", "as-is"
-    )
-    task: Literal["as-is", "link"] = option(
-        "link: hold out edges for validation and test, unless SOURCE has a split of its edges",
-        "as-is",
-    )
-    valid_edges: float = option(
-        "with --task link: fraction of the edges to hold out for validation", 0.05, least=0
-    )
-    test_edges: float = option(
-        "with --task link: fraction of the edges to hold out for test", 0.1, least=0
-    )
-    seed: int = option("with --task link or --embed: random seed", 0, least=0, most=2**63 - 1)
-    allow_nan: bool = option("accept features that are NaN or infinite", False)
+    ] = option("auto")
+    """dtype of the stored features; auto keeps float16, bfloat16 and quantized features, and
+    converts others to float32. float8 and int8 values are stored with scales"""
+    scales: Literal["row", "columns"] = option("row")
+    """float8 and int8: one scale per row, or one per block of 16 columns of all rows"""
+    normalize_features: bool = option(False)
+    """divide each row of features by the sum of its absolute values"""
+    sparse_features: bool = option(False)
+    """keep sparse features sparse"""
+    pitch_bytes: int | None = option(least=0)
+    """bytes from the start of one row of features to the next; 0: no padding; default: the most
+    efficient pitch for the PCIe bus"""
+    bidirected: Literal["auto", "yes", "no"] = option("auto")
+    """add the reverse of every edge, or of every edge type; auto uses the setting of SOURCE; if it
+    has none, it adds them if all edges go from lower to higher node ids, or the reverse"""
+    self_loops: Literal["keep", "add", "remove"] = option("keep")
+    """keep self loops, leave exactly one at every node, or remove all"""
+    duplicates: Literal["auto", "keep", "remove"] = option("auto")
+    """keep or remove duplicate edges; auto uses the setting of SOURCE, or keeps them"""
+    split: str | None = option()
+    """name or number of the split to use, if SOURCE has several"""
+    metric: Literal["as-is", "accuracy", "rocauc"] = option("as-is")
+    """metric of node classification; as-is: that of SOURCE"""
+    task: Literal["as-is", "link"] = option("as-is")
+    """link: hold out edges for validation and test, unless SOURCE has a split of its edges"""
+    valid_edges: float = option(0.05, least=0)
+    """with --task link: fraction of the edges to hold out for validation"""
+    test_edges: float = option(0.1, least=0)
+    """with --task link: fraction of the edges to hold out for test"""
+    seed: int = option(0, least=0, most=2**63 - 1)
+    """with --task link or --embed: random seed"""
+    allow_nan: bool = option(False)
+    """accept features that are NaN or infinite"""
 
     def check(self) -> None:
         """See `Options`."""
@@ -134,10 +122,10 @@ class PrepareConfig(Options):
 class InfoConfig(Options):
     """Print the sizes, dtypes, options and source of a graph as one JSON line."""
 
-    data: Path = option(GRAPH, ..., positional=True)
-    verify: bool = option(
-        "first read and check all of the data; for a prepared folder, also the checksums", False
-    )
+    data: Path = option(..., positional=True)
+    """folder of a graph, prepared or in OGB's layout, or a .npz, .toml or PyG .pt file"""
+    verify: bool = option(False)
+    """first read and check all of the data; for a prepared folder, also the checksums"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,57 +136,43 @@ class PredictConfig(Options):
     line.
     """
 
-    run: Path = option(RUN, ..., positional=True)
-    data: Path | None = option(
-        "folder of a graph with the same features, which may have other nodes and no labels; "
-        "default: the graph of the run",
-        positional=True,
-    )
-    out: Path = option("file to write, .csv, .csv.gz, .parquet or .npy; embeddings: .npy", ...)
-    nodes: str = option(
-        "nodes to predict: all; train, valid or test; or a file of ids, .csv or .parquet with a "
-        "column `node`, or .npy",
-        "all",
-    )
-    pairs: Path | None = option(
-        "link prediction: file of pairs of ids, .csv or .parquet with the columns `source` and "
-        "`target`, or .npy of shape (2, pairs)"
-    )
-    embeddings: bool = option(
-        "write the output of a layer for every node instead of predictions", False
-    )
-    layer: int | None = option(
-        "with --embeddings: the layer, from 1; default: the last hidden layer, or in link "
-        "prediction the rows from which scores are computed",
-        least=1,
-    )
-    node_type: str | None = option(
-        "with --embeddings, heterogeneous graphs: type of the nodes; default: that which the model "
-        "classifies, or which both ends of the predicted edges have"
-    )
-    probabilities: bool = option(
-        "also write the probability of each class, or that a pair is an edge", False
-    )
-    time: str | None = option(
-        "temporal runs: time of all pairs, or of the nodes of --embeddings, whose neighbours are "
-        "earlier: an integer, or a date such as 2024-03-01 if the graph has a time unit; default: "
-        "the column `time` of the file of pairs, or the nodes' own times, or after all edges"
-    )
-    fanouts: tuple[int, ...] = option(
-        "heterogeneous graphs: neighbours sampled per node and edge type, one number per layer, "
-        "input layer first; default: all neighbours",
-        (),
-        least=-1,
-    )
-    device: Device = option("where to compute; auto: CUDA if there is a GPU", "auto")
-    scratch: Path | None = option(
-        "folder for layer outputs that do not fit into memory; the same command resumes after an "
-        "interruption, and deletes the folder on success"
-    )
-    memory: str = option(
-        "with --scratch: memory for layer outputs, such as 2GB; auto: an eighth of what is free",
-        "auto",
-    )
+    run: Path = option(..., positional=True)
+    """run folder that `gcnzc train` wrote"""
+    data: Path | None = option(positional=True)
+    """folder of a graph with the same features, which may have other nodes and no labels; default:
+    the graph of the run"""
+    out: Path = option(...)
+    """file to write, .csv, .csv.gz, .parquet or .npy; embeddings: .npy"""
+    nodes: str = option("all")
+    """nodes to predict: all; train, valid or test; or a file of ids, .csv or .parquet with a column
+    `node`, or .npy"""
+    pairs: Path | None = option()
+    """link prediction: file of pairs of ids, .csv or .parquet with the columns `source` and
+    `target`, or .npy of shape (2, pairs)"""
+    embeddings: bool = option(False)
+    """write the output of a layer for every node instead of predictions"""
+    layer: int | None = option(least=1)
+    """with --embeddings: the layer, from 1; default: the last hidden layer, or in link prediction
+    the rows from which scores are computed"""
+    node_type: str | None = option()
+    """with --embeddings, heterogeneous graphs: type of the nodes; default: that which the model
+    classifies, or which both ends of the predicted edges have"""
+    probabilities: bool = option(False)
+    """also write the probability of each class, or that a pair is an edge"""
+    time: str | None = option()
+    """temporal runs: time of all pairs, or of the nodes of --embeddings, whose neighbours are
+    earlier: an integer, or a date such as 2024-03-01 if the graph has a time unit; default: the
+    column `time` of the file of pairs, or the nodes' own times, or after all edges"""
+    fanouts: tuple[int, ...] = option((), least=-1)
+    """heterogeneous graphs: neighbours sampled per node and edge type, one number per layer, input
+    layer first; default: all neighbours"""
+    device: Device = option("auto")
+    """where to compute; auto: CUDA if there is a GPU"""
+    scratch: Path | None = option()
+    """folder for layer outputs that do not fit into memory; the same command resumes after an
+    interruption, and deletes the folder on success"""
+    memory: str = option("auto")
+    """with --scratch: memory for layer outputs, such as 2GB; auto: an eighth of what is free"""
 
     def check(self) -> None:
         """See `Options`."""
@@ -246,13 +220,13 @@ class ExportConfig(Options):
     without features are written to a file beside it, with the suffix .embeddings.npz.
     """
 
-    run: Path = option(RUN, ..., positional=True)
-    data: Path | None = option(
-        "folder of a graph with the same features, on which the outputs are compared; default: the "
-        "graph of the run",
-        positional=True,
-    )
-    out: Path = option(".pt2 file to write; torch.export.load reads it", ...)
+    run: Path = option(..., positional=True)
+    """run folder that `gcnzc train` wrote"""
+    data: Path | None = option(positional=True)
+    """folder of a graph with the same features, on which the outputs are compared; default: the
+    graph of the run"""
+    out: Path = option(...)
+    """.pt2 file to write; torch.export.load reads it"""
 
     def check(self) -> None:
         """See `Options`."""
@@ -266,32 +240,24 @@ class CheckConfig(Options):
     Prints one JSON line. The settings are stored as a tuning profile, which `gcnzc train` uses.
     """
 
-    data: Path | None = option(
-        f"graph to tune for: {GRAPH}; default: a random graph", positional=True
-    )
-    tune: bool = option(
-        "measure which settings load minibatches fastest, and store them as the tuning profile of "
-        "this machine",
-        False,
-    )
-    fanouts: tuple[int, ...] = option(
-        "with --tune: neighbours sampled per node, one number per layer, input layer first; -1 "
-        "samples all",
-        (15, 10, 5),
-        least=-1,
-    )
-    batch_size: int = option("with --tune: seed nodes per minibatch", 1024, least=1)
-    row_bytes: int = option(
-        "with --tune and without DATA: bytes of a node's features", 512, least=4
-    )
-    cache_memory: str = option(
-        "with --tune: GPU memory for the feature cache: a fraction of the free memory, or bytes "
-        "such as 8GB",
-        "0.5",
-    )
-    megabytes: int = option(
-        "megabytes of features that are read to measure the memory", 512, least=1
-    )
+    data: Path | None = option(positional=True)
+    """graph to tune for: a folder, prepared or in OGB's layout, or a .npz, .toml or PyG .pt file;
+    default: a random graph"""
+    tune: bool = option(False)
+    """measure which settings load minibatches fastest, and store them as the tuning profile of this
+    machine"""
+    fanouts: tuple[int, ...] = option((15, 10, 5), least=-1)
+    """with --tune: neighbours sampled per node, one number per layer, input layer first; -1 samples
+    all"""
+    batch_size: int = option(1024, least=1)
+    """with --tune: seed nodes per minibatch"""
+    row_bytes: int = option(512, least=4)
+    """with --tune and without DATA: bytes of a node's features"""
+    cache_memory: str = option("0.5")
+    """with --tune: GPU memory for the feature cache: a fraction of the free memory, or bytes such
+    as 8GB"""
+    megabytes: int = option(512, least=1)
+    """megabytes of features that are read to measure the memory"""
 
     def check(self) -> None:
         """See `Options`."""
@@ -313,19 +279,18 @@ class PcieConfig(Options):
     requests of the compiled kernel.
     """
 
-    data: Path | None = option(f"{GRAPH}; without it, only the bus is measured", positional=True)
-    split_bytes: Literal[64, 128] = option(
-        "alignment in bytes at which the host splits read completions into packets (the read "
-        "completion boundary of its root complex)",
-        128,
-    )
-    megabytes: int = option("size of the page-locked memory that the GPU reads", 1024, least=16)
-    compile_for: tuple[int, ...] = option(
-        "architectures of GPUs, such as 80,90,100: compile the gather kernel for each, execute it "
-        "on the CPU, and compare its requests with the prediction; needs DATA and Triton 3.6 or "
-        "3.7, and no GPU",
-        (),
-    )
+    data: Path | None = option(positional=True)
+    """folder of a graph, prepared or in OGB's layout, or a .npz, .toml or PyG .pt file; without it,
+    only the bus is measured"""
+    split_bytes: Literal[64, 128] = option(128)
+    """alignment in bytes at which the host splits read completions into packets (the read
+    completion boundary of its root complex)"""
+    megabytes: int = option(1024, least=16)
+    """size of the page-locked memory that the GPU reads"""
+    compile_for: tuple[int, ...] = option(())
+    """architectures of GPUs, such as 80,90,100: compile the gather kernel for each, execute it on
+    the CPU, and compare its requests with the prediction; needs DATA and Triton 3.6 or 3.7, and no
+    GPU"""
 
     def check(self) -> None:
         """See `Options`."""
@@ -347,13 +312,11 @@ class PcieConfig(Options):
 class PlotConfig(Options):
     """Plot loss, scores and epoch times of one or more runs in one image."""
 
-    runs: tuple[Path, ...] = option(
-        f"{RUN}; the folder of --runs stands for all of its runs", ..., positional=True
-    )
-    out: Path | None = option(
-        "image to write; default: curves.png in the folder of the run, or for several runs, "
-        "comparison.png beside the first one"
-    )
+    runs: tuple[Path, ...] = option(..., positional=True)
+    """run folders that `gcnzc train` wrote; the folder of --runs stands for all of its runs"""
+    out: Path | None = option()
+    """image to write; default: curves.png in the folder of the run, or for several runs,
+    comparison.png beside the first one"""
 
     def check(self) -> None:
         """See `Options`."""

@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar
-from gcnzc.optim import defaults
+from gcnzc.optim.defaults import CO2 as DEFAULTS
+from gcnzc.optim.defaults import EAGER
 from gcnzc.optim.local_method import (
     AT_NEXT_START,
     Fragment,
@@ -97,9 +98,9 @@ class CO2(LocalMethod):
             or dtypes of parameters, differ between ranks.
     """
 
-    local_steps: Any = option(defaults.CO2.local_steps)
-    outer_lr: float = option(defaults.CO2.outer_lr, check_at_least_zero)
-    outer_momentum: float = option(defaults.CO2.outer_momentum, check_fraction)
+    local_steps: Any = option(DEFAULTS.local_steps)
+    outer_lr: float = option(DEFAULTS.outer_lr, check_at_least_zero)
+    outer_momentum: float = option(DEFAULTS.outer_momentum, check_fraction)
     gap: Any = option(None)
     clip: float | None = option(1.0, check_above_zero, is_optional=True)
     delay: int = option(1, partial(check_count, most=1), is_saved=True)
@@ -122,7 +123,7 @@ class CO2(LocalMethod):
     def configure(self) -> None:
         """See `DistributedOptimizer`."""
         if self.eager is None:
-            self.eager = defaults.EAGER if self.delay else 0.0
+            self.eager = EAGER if self.delay else 0.0
         if self.eager and not self.delay:
             raise ValueError(f"eager is {self.eager}, with a delay of 0\n\nhint: omit one of them")
         if self.gap is None:

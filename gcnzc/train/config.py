@@ -7,9 +7,9 @@ reads. The registries, such as `MODELS`, have the values that have options of th
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
-from gcnzc.train.options import Options, check_names, option, rows
+from gcnzc.train.options import Exclusions, Options, check_names, option, rows
 from gcnzc.train.presets import read_preset
 from gcnzc.train.signatures import read
 from gcnzc.train.values import Bounds, Choices, Value, not_among, shown
@@ -31,6 +31,7 @@ DROPPED_ACCUMULATE = 4
 MAX_THREADS = MAX_HEADS = 1024
 SEED_LIMIT = 2**63 - 1
 ALL_NEIGHBOURS = -1
+DEFAULT_FANOUTS = (15, 10, 5)
 
 _GNN, _HETERO, _OPTIM = "gcnzc.models.gnn:", "gcnzc.models.hetero.models:", "gcnzc.optim."
 _NODE, _LINK = "gcnzc.train.tasks.node:NodeTask", "gcnzc.train.tasks.link:LinkTask"
@@ -51,13 +52,6 @@ TASKS = Choices(
         "evaluate_negatives": Bounds(least=1),
     },
 )
-# by task and whether the graph is typed: the class
-TASK_CLASSES = {
-    ("node", False): _NODE,
-    ("node", True): _HETERO_NODE,
-    ("link", False): _LINK,
-    ("link", True): _HETERO_LINK,
-}
 MODELS = Choices(
     "--model",
     {
@@ -72,6 +66,7 @@ MODELS = Choices(
         "hetero-sage": (f"{_HETERO}HeteroSAGE",),
     },
     supplied=("num_layers", "dropout"),
+    refused=dict.fromkeys(("gcn", "gin"), ("self_loops",)),
     bounds=dict.fromkeys(("heads", "output_heads", "num_bases"), Bounds(most=MAX_HEADS)),
 )
 EMBEDDINGS = Choices(
@@ -205,27 +200,17 @@ POSTPROCESSING = Choices(
 class GraphOptions(Options):
     """Graph and task"""
 
-    data: Path | None = option(
-        "folder of a graph, prepared or in OGB's layout, or a .npz, .toml or PyG .pt file; without "
-        "it, a built-in graph",
-        positional=True,
-        free=True,
-    )
-    task: Value = option("what is predicted: classes of nodes, or edges", "node", of=TASKS)
-    temporal: Value = option(
-        "heterogeneous graphs: sample only neighbours that are not later than the seed",
-        "none",
-        of=TEMPORAL,
-        read_with=("model", HETERO_MODELS),
-        common=False,
-    )
-    verify: bool = option(
-        "first read a prepared folder in full and compare its checksums",
-        False,
-        common=False,
-        free=True,
-    )
-    allow_nan: bool = option("train even if features are NaN or infinite", False, common=False)
+    data: Path | None = option(positional=True, free=True)
+    """folder of a graph, prepared or in OGB's layout, or a .npz, .toml or PyG .pt file; without it,
+    a built-in graph"""
+    task: Value = option("node", of=TASKS)
+    """what is predicted: classes of nodes, or edges"""
+    temporal: Value = option("none", of=TEMPORAL, read_with=("model", HETERO_MODELS), common=False)
+    """heterogeneous graphs: sample only neighbours that are not later than the seed"""
+    verify: bool = option(False, common=False, free=True)
+    """first read a prepared folder in full and compare its checksums"""
+    allow_nan: bool = option(False, common=False)
+    """train even if features are NaN or infinite"""
 
     @property
     def label_inputs(self) -> float:
@@ -248,23 +233,17 @@ class GraphOptions(Options):
 class ModelOptions(Options):
     """Model"""
 
-    model: Value = option(
-        "the GNN, with one layer for each number of --fanouts; rgcn, rgat, hgt and hetero-sage are "
-        "for heterogeneous graphs",
-        "sage",
-        of=MODELS,
-    )
-    hidden: int = option(
-        "hidden features; of gat and gatv2, per attention head", 256, least=1, most=SEED_LIMIT
-    )
-    dropout: float = option("dropout rate of the hidden features", 0.5, least=0, below=1)
+    model: Value = option("sage", of=MODELS)
+    """the GNN, with one layer for each number of --fanouts; rgcn, rgat, hgt and hetero-sage are for
+    heterogeneous graphs"""
+    hidden: int = option(256, least=1, most=SEED_LIMIT)
+    """hidden features; of gat and gatv2, per attention head"""
+    dropout: float = option(0.5, least=0, below=1)
+    """dropout rate of the hidden features"""
     embeddings: Value = option(
-        "heterogeneous graphs: optimizer of the embeddings of node types without features",
-        "adagrad",
-        of=EMBEDDINGS,
-        read_with=("model", HETERO_MODELS),
-        common=False,
+        "adagrad", of=EMBEDDINGS, read_with=("model", HETERO_MODELS), common=False
     )
+    """heterogeneous graphs: optimizer of the embeddings of node types without features"""
 
     @property
     def is_hetero(self) -> bool:
@@ -272,55 +251,29 @@ class ModelOptions(Options):
         return self.model.name in HETERO_MODELS
 
 
-DEFAULT_FANOUTS = (15, 10, 5)
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoadingOptions(Options):
     """Minibatches"""
 
-    fanouts: tuple[int, ...] = option(
-        "neighbours sampled per node, one number per layer, input layer first; -1 samples all",
-        DEFAULT_FANOUTS,
-        least=-1,
-    )
-    batch_size: int | Literal["all"] = option(
-        "seed nodes or edges per minibatch of one worker; all: full-batch training, without "
-        "sampling",
-        1024,
-        least=1,
-    )
-    features: Value = option("where the feature table is stored", "host", of=FEATURES)
-    seed: int = option(
-        "random seed of the model, the order of the seeds and the sampling",
-        0,
-        least=0,
-        most=SEED_LIMIT,
-    )
-    seed_order: Literal["shuffled", "rotating", "local"] = option(
-        "seeds of each worker in an epoch: random ones; one of as many random chunks as there are "
-        "workers, another in each epoch; or those of its part of the partitioned graph",
-        "shuffled",
-        common=False,
-    )
-    sampler: Literal["gcnzc", "dgl"] = option(
-        "library that samples the neighbourhoods", "gcnzc", common=False
-    )
-    threads: int = option(
-        "threads of each worker that prepare minibatches; 0: those of the tuning profile, or cores "
-        "divided by workers, at most 4",
-        0,
-        least=0,
-        most=MAX_THREADS,
-        common=False,
-        free=True,
-    )
-    tuning_profile: bool = option(
-        "use the settings that `gcnzc check --tune` measured for this machine",
-        True,
-        common=False,
-        free=True,
-    )
+    fanouts: tuple[int, ...] = option(DEFAULT_FANOUTS, least=-1)
+    """neighbours sampled per node, one number per layer, input layer first; -1 samples all"""
+    batch_size: int | Literal["all"] = option(1024, least=1)
+    """seed nodes or edges per minibatch of one worker; all: full-batch training, without
+    sampling"""
+    features: Value = option("host", of=FEATURES)
+    """where the feature table is stored"""
+    seed: int = option(0, least=0, most=SEED_LIMIT)
+    """random seed of the model, the order of the seeds and the sampling"""
+    seed_order: Literal["shuffled", "rotating", "local"] = option("shuffled", common=False)
+    """seeds of each worker in an epoch: random ones; one of as many random chunks as there are
+    workers, another in each epoch; or those of its part of the partitioned graph"""
+    sampler: Literal["gcnzc", "dgl"] = option("gcnzc", common=False)
+    """library that samples the neighbourhoods"""
+    threads: int = option(0, least=0, most=MAX_THREADS, common=False, free=True)
+    """threads of each worker that prepare minibatches; 0: those of the tuning profile, or cores
+    divided by workers, at most 4"""
+    tuning_profile: bool = option(True, common=False, free=True)
+    """use the settings that `gcnzc check --tune` measured for this machine"""
 
     @property
     def is_full_batch(self) -> bool:
@@ -336,55 +289,37 @@ class LoadingOptions(Options):
 class TrainingOptions(Options):
     """Training and evaluation"""
 
-    epochs: int = option("passes over the training nodes or edges", 20, least=1, free=True)
-    optimizer: Value = option("the update rule", "adam", of=OPTIMIZERS)
-    lr: float | None = option("learning rate; default: 0.1 for sgd, 0.003 for the others", above=0)
-    schedule: Value = option("the learning rate over the run", "constant", of=SCHEDULES)
-    warmup_epochs: float = option(
-        "epochs in which the learning rate increases to --lr", 0.0, least=0, common=False
-    )
-    scale_lr: Literal["none", "linear", "sqrt"] = option(
-        "multiply --lr by the number of workers or its root, as the global batch grows with them",
-        "none",
-        common=False,
-    )
-    decay: Literal["all", "weights"] = option(
-        "parameters with weight decay: all, or weights without biases and normalization layers",
-        "all",
-        common=False,
-    )
-    accumulate: int = option(
-        "minibatches of a worker per optimizer step; with dropcompute, the default is "
-        f"{DROPPED_ACCUMULATE}",
-        1,
-        least=1,
-    )
-    clip_gradients: float | None = option(
-        "largest L2 norm of the gradient of all parameters together", above=0, common=False
-    )
-    precision: Literal["float32", "tf32", "bf16", "fp16"] = option(
-        "precision of training steps; weights, losses and evaluations are float32", "float32"
-    )
-    average: Value = option(
-        "evaluate and keep an average of the weights", "none", of=AVERAGES, common=False
-    )
-    evaluate: Value = option(
-        "nodes for which hidden layers are computed in an evaluation",
-        "needed",
-        of=EVALUATIONS,
-        common=False,
-    )
-    evaluate_every: int = option("epochs from one evaluation to the next", 1, least=1)
-    patience: int = option(
-        "stop after so many evaluations without improvement; 0: never", 0, least=0
-    )
-    runs: int = option(
-        "train so many times, with the seeds --seed, --seed + 1, ..., and report mean and standard "
-        "deviation of the scores",
-        1,
-        least=1,
-        common=False,
-    )
+    epochs: int = option(20, least=1, free=True)
+    """passes over the training nodes or edges"""
+    optimizer: Value = option("adam", of=OPTIMIZERS)
+    """the update rule"""
+    lr: float | None = option(above=0)
+    """learning rate; default: 0.1 for sgd, 0.003 for the others"""
+    schedule: Value = option("constant", of=SCHEDULES)
+    """the learning rate over the run"""
+    warmup_epochs: float = option(0.0, least=0, common=False)
+    """epochs in which the learning rate increases to --lr"""
+    scale_lr: Literal["none", "linear", "sqrt"] = option("none", common=False)
+    """multiply --lr by the number of workers or its root, as the global batch grows with them"""
+    decay: Literal["all", "weights"] = option("all", common=False)
+    """parameters with weight decay: all, or weights without biases and normalization layers"""
+    accumulate: int = option(1, least=1)
+    """minibatches of a worker per optimizer step; with dropcompute, the default is 4"""
+    clip_gradients: float | None = option(above=0, common=False)
+    """largest L2 norm of the gradient of all parameters together"""
+    precision: Literal["float32", "tf32", "bf16", "fp16"] = option("float32")
+    """precision of training steps; weights, losses and evaluations are float32"""
+    average: Value = option("none", of=AVERAGES, common=False)
+    """evaluate and keep an average of the weights"""
+    evaluate: Value = option("needed", of=EVALUATIONS, common=False)
+    """nodes for which hidden layers are computed in an evaluation"""
+    evaluate_every: int = option(1, least=1)
+    """epochs from one evaluation to the next"""
+    patience: int = option(0, least=0)
+    """stop after so many evaluations without improvement; 0: never"""
+    runs: int = option(1, least=1, common=False)
+    """train so many times, with the seeds --seed, --seed + 1, ..., and report mean and standard
+    deviation of the scores"""
 
     @property
     def learning_rate(self) -> float:
@@ -396,58 +331,44 @@ class TrainingOptions(Options):
 class RunOptions(Options):
     """Workers and run folder"""
 
-    device: Device = option("where the model trains; auto: CUDA if there is a GPU", "auto")
-    workers: int = option(
-        "processes that train together on this machine, each on minibatches of its own; for "
-        "several machines, use torchrun",
-        1,
-        least=1,
-        most=MAX_THREADS,
-        free=True,
-    )
-    strategy: Value = option("what workers exchange, and when", "average", of=STRATEGIES)
-    timeout_s: float = option(
-        "seconds to wait for another worker, after which all are restarted",
-        60.0,
-        above=0,
-        common=False,
-        free=True,
-    )
-    restarts: int = option(
-        "how often the workers are restarted from the last checkpoint after one is lost",
-        3,
-        least=0,
-        common=False,
-        free=True,
-    )
-    out: Path | None = option("run folder; default: runs/DATA-MODEL-N", free=True)
-    resume: Path | None = option(
-        "run folder to resume, with the options that it was started with", free=True
-    )
-    config: Path | None = option(
-        "TOML file with these options, or config.json of a run; the command line overrides it",
-        free=True,
-    )
-    preset: str | None = option(
-        "options of a published recipe, such as tuned/cora-gcn, which the others override; `gcnzc "
-        "help preset` lists all",
-    )
-    checkpoint_every_s: float = option(
-        "seconds between checkpoints", 30.0, least=0, common=False, free=True
-    )
-    callback: tuple[str, ...] = option(
-        "classes of callbacks, as module:name separated by commas; see `gcnzc.train.Callback`",
-        (),
-        common=False,
-        free=True,
-    )
-    trace: int = option(
-        "steps after the first ten to show in a timeline; 0: no timeline",
-        0,
-        least=0,
-        common=False,
-        free=True,
-    )
+    device: Device = option("auto")
+    """where the model trains; auto: CUDA if there is a GPU"""
+    workers: int = option(1, least=1, most=MAX_THREADS, free=True)
+    """processes that train together on this machine, each on minibatches of its own; for several
+    machines, use torchrun"""
+    strategy: Value = option("average", of=STRATEGIES)
+    """what workers exchange, and when"""
+    timeout_s: float = option(60.0, above=0, common=False, free=True)
+    """seconds to wait for another worker, after which all are restarted"""
+    restarts: int = option(3, least=0, common=False, free=True)
+    """how often the workers are restarted from the last checkpoint after one is lost"""
+    out: Path | None = option(free=True)
+    """run folder; default: runs/DATA-MODEL-N"""
+    resume: Path | None = option(free=True)
+    """run folder to resume, with the options that it was started with"""
+    config: Path | None = option(free=True)
+    """TOML file with these options, or config.json of a run; the command line overrides it"""
+    preset: str | None = option()
+    """options of a published recipe, such as tuned/cora-gcn, which the others override; `gcnzc help
+    preset` lists all"""
+    checkpoint_every_s: float = option(30.0, least=0, common=False, free=True)
+    """seconds between checkpoints"""
+    callback: tuple[str, ...] = option((), common=False, free=True)
+    """classes of callbacks, as module:name separated by commas; see `gcnzc.train.Callback`"""
+    trace: int = option(0, least=0, common=False, free=True)
+    """steps after the first ten to show in a timeline; 0: no timeline"""
+
+
+def _others(choices: Choices, name: str) -> tuple[str, ...]:
+    return tuple(each for each in choices.targets if each != name)
+
+
+def _are_sampled(fanouts: Collection[int]) -> bool:
+    return set(fanouts) != {ALL_NEIGHBOURS}
+
+
+def _is_several(number: int) -> bool:
+    return number > 1
 
 
 @dataclass(frozen=True, init=False)
@@ -469,107 +390,122 @@ class TrainConfig(Options):
     training: TrainingOptions
     run: RunOptions
 
+    exclusions: ClassVar[Exclusions] = {
+        ("model", HETERO_MODELS, "use a --model for graphs of one node type"): (
+            ("batch_size", ("all",), "heterogeneous graphs are trained in minibatches"),
+            ("sampler", ("dgl",), "DGL's sampler is for graphs of one node type"),
+            ("seed_order", ("local",), "only graphs of one node type can be partitioned"),
+            ("features", ("device", "cached"), "features of several node types remain on the host"),
+            ("evaluate", ("exact", "auto"), "outputs are computed in minibatches of these nodes"),
+        ),
+        ("batch_size", ("all",), "give --batch-size a number, such as 1024"): (
+            ("fanouts", _are_sampled, "a full-batch step uses all neighbours, -1 for each layer"),
+            ("task", ("link",), "link prediction samples edges and negatives in minibatches"),
+            ("sampler", ("dgl",), "nothing is sampled"),
+            ("seed_order", ("rotating", "local"), "each step uses all seeds"),
+            ("features", ("cached",), "features are gathered only once"),
+            ("strategy", ("dropcompute",), "an epoch is one step, without minibatches to drop"),
+            ("accumulate", _is_several, "an epoch is a single step"),
+            ("workers", _is_several, "one process computes the whole graph, on all cores or a GPU"),
+        ),
+        ("strategy", ("fedglomo",), "use another --strategy"): (
+            ("optimizer", _others(OPTIMIZERS, "sgd"), "fedglomo is a strategy for sgd"),
+            ("precision", ("fp16",), "fedglomo computes several gradients; GradScaler needs one"),
+            ("clip_gradients", bool, "fedglomo computes several gradients, and clips none"),
+        ),
+        ("strategy", ("muloco",), "use another --strategy"): (
+            ("optimizer", _others(OPTIMIZERS, "muon"), "muloco is a strategy for muon"),
+        ),
+        ("strategy", ("dropcompute",), "use another --strategy"): (
+            ("accumulate", (1,), "dropcompute needs several minibatches"),
+        ),
+        ("strategy", _others(STRATEGIES, "average"), "use --strategy average"): (
+            ("optimizer", ONE_BIT, "the optimizer has an exchange of its own"),
+        ),
+    }
+
     def __init__(self, **given: Any) -> None:
-        given = {**_preset_options(given), **check_names(TrainConfig, given)}
+        given = check_names(TrainConfig, given)
+        given = {**_preset_options(given), **given}
+        given = {**_determined(given), **given}
         for each in fields(self):
-            kind = GROUPS[each.name]
+            kind: Any = each.type
             own = {name: given[name] for name in rows(kind) if name in given}
             object.__setattr__(self, each.name, kind(**own))
-        self._complete(given)
-        self.check()
+        self.__post_init__()
 
     def replace(self, **given: Any) -> "TrainConfig":
-        """Return a copy with other options; what the strategy determines changes with it."""
-        kept = {name: self[name] for name in rows(TrainConfig)} | given
-        strategy = self.run.strategy.name
-        determined = {
-            "optimizer": OPTIMIZER_OF.get(strategy, "adam"),
-            "accumulate": DROPPED_ACCUMULATE if strategy == "dropcompute" else 1,
-        }
-        for name, value in determined.items() if "strategy" in given else ():
-            if name not in given and str(kept[name]) == str(value):
-                del kept[name]
-        return TrainConfig(**kept)
-
-    def _complete(self, given: Collection[str]) -> None:
-        """Replace the defaults of options that others determine."""
-        strategy = self.run.strategy.name
-        changed: dict[str, Any] = {}
-        if "optimizer" not in given and strategy in OPTIMIZER_OF:
-            changed = {"optimizer": OPTIMIZER_OF[strategy]}
-        if "accumulate" not in given and strategy == "dropcompute":
-            changed = {"accumulate": DROPPED_ACCUMULATE}
-        if changed:
-            object.__setattr__(self, "training", self.training.replace(**changed))
-        if "fanouts" not in given and self.loading.is_full_batch:
-            all_neighbours = (ALL_NEIGHBOURS,) * len(DEFAULT_FANOUTS)
-            object.__setattr__(self, "loading", self.loading.replace(fanouts=all_neighbours))
+        """Return a copy with other options, and with the defaults that these determine."""
+        own = {name: self[name] for name in rows(TrainConfig)}
+        before, after = _determined(own), _determined(own | given)
+        kept = {name: value for name, value in before.items() if str(own[name]) == str(value)}
+        return TrainConfig(**(own | {name: after[name] for name in kept} | given))
 
     @property
     def layers(self) -> int:
         """The layers of the model."""
         return len(self.loading.fanouts)
 
+    @property
+    def is_full_batch(self) -> bool:
+        """Whether each step uses the whole graph."""
+        return self.loading.is_full_batch
+
     def check(self) -> None:
         """See `Options`."""
-        training, optimizer = self.training, self.training.optimizer.name
-        strategy = self.run.strategy.name
-        if optimizer in ONE_BIT and strategy != "average":
-            raise ValueError(
-                f"--optimizer {optimizer} with --strategy {strategy}: {optimizer} has an exchange "
-                "of its own\n\nhint: omit one of them"
-            )
-        required = OPTIMIZER_OF.get(strategy, optimizer)
-        if optimizer != required:
-            raise ValueError(
-                f"--optimizer {optimizer} with --strategy {strategy}, which is a strategy for "
-                f"{required}\n\nhint: use --optimizer {required}, or another --strategy"
-            )
-        if strategy == "dropcompute" and training.accumulate == 1 and not self.is_full_batch:
-            raise ValueError(
-                "--accumulate 1 with --strategy dropcompute, which needs several minibatches in a "
-                f"step\n\nhint: give at least 2, or omit it for {DROPPED_ACCUMULATE}"
-            )
-        if strategy == "fedglomo" and training.precision == "fp16":
-            raise ValueError(
-                "--precision fp16 with --strategy fedglomo, which computes several gradients in a "
-                "step, and torch's GradScaler supports one\n\nhint: use --precision bf16"
-            )
-        if strategy == "fedglomo" and training.clip_gradients is not None:
-            raise ValueError(
-                "--strategy fedglomo does not support --clip-gradients\n\n"
-                "hint: omit --clip-gradients, and reduce --lr if training diverges"
-            )
+        training, task, evaluate = self.training, self.graph.task, self.training.evaluate
         if training.decay != "all" and not training.optimizer["weight_decay"]:
             raise ValueError(
                 f"--decay {training.decay} has no effect without weight decay\n\n"
-                f"hint: --optimizer {optimizer}:weight_decay=0.01"
+                f"hint: --optimizer {training.optimizer.name}:weight_decay=0.01"
             )
         if training.warmup_epochs and training.warmup_epochs >= training.epochs:
             raise ValueError(
                 f"--warmup-epochs {training.warmup_epochs:g} with --epochs {training.epochs}: the "
                 "warm-up would be the whole run\n\nhint: use a smaller --warmup-epochs"
             )
-        _check_evaluation(training.evaluate, self.loading.fanouts)
-        _check_task(self)
-        if self.model.is_hetero:
-            _check_hetero(self)
-        if self.is_full_batch:
-            _check_full_batch(self)
+        fanouts = check_evaluation(evaluate) or self.loading.fanouts
+        if len(fanouts) != self.layers:
+            raise ValueError(
+                f"--evaluate {evaluate}: {len(fanouts)} fanouts for {self.layers} layers\n\n"
+                "hint: give one number per layer, input layer first"
+            )
+        if evaluate.name == "sampled" and not evaluate.options and not _are_sampled(fanouts):
+            raise ValueError(
+                f"--evaluate {evaluate} with --fanouts {shown(fanouts)}, which sample all "
+                "neighbours\n\nhint: --evaluate sampled:fanouts=15,10,5, with one number per "
+                "layer; --evaluate needed uses all neighbours"
+            )
+        own = read(TASKS.targets[task.name][self.model.is_hetero]).arguments
+        for name in task.options.keys() - own.keys():
+            graphs = "heterogeneous graphs" if self.model.is_hetero else "graphs of one node type"
+            raise ValueError(
+                f"{not_among(f'option of --task {task.name}', name, own)}; with --model "
+                f"{self.model.model.name}, which is for {graphs}"
+            )
+        if not self.model.is_hetero or task.name != "link":
+            return
+        if task["valid_edges"] + task["test_edges"] >= 1:
+            raise ValueError(
+                f"--task {task} leaves no edges to train on\n\n"
+                "hint: the sum of valid_edges and test_edges is below 1"
+            )
+        if self.graph.is_temporal and task.options.get("split") == "random":
+            raise ValueError(
+                f"--task {task} with --temporal {self.graph.temporal}: held-out edges would be in "
+                "the neighbourhoods of later training edges\n\nhint: use split=time"
+            )
 
-    @property
-    def is_full_batch(self) -> bool:
-        """Whether each step uses the whole graph."""
-        return self.loading.is_full_batch
 
-
-GROUPS: Mapping[str, Any] = {
-    "graph": GraphOptions,
-    "model": ModelOptions,
-    "loading": LoadingOptions,
-    "training": TrainingOptions,
-    "run": RunOptions,
-}
+def _determined(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults that the strategy and the batch size determine."""
+    strategy = str(given.get("strategy")).partition(":")[0]
+    is_full_batch = str(given.get("batch_size")) == "all"
+    return {
+        "optimizer": OPTIMIZER_OF.get(strategy, "adam"),
+        "accumulate": DROPPED_ACCUMULATE if strategy == "dropcompute" else 1,
+        "fanouts": (ALL_NEIGHBOURS,) * len(DEFAULT_FANOUTS) if is_full_batch else DEFAULT_FANOUTS,
+    }
 
 
 def _preset_options(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -592,149 +528,50 @@ def check_fanouts(fanouts: Collection[int], flag: str) -> None:
             )
 
 
-def _check_evaluation(evaluate: Value, fanouts: Collection[int]) -> None:
-    """Check the fanouts of an evaluation against those of training."""
-    if evaluate.name not in ("sampled", "auto"):
-        return
-    own = evaluate["fanouts"]
-    if own:
-        check_fanouts(own, "fanouts of --evaluate")
-        if len(own) != len(fanouts):
-            raise ValueError(
-                f"--evaluate {evaluate}: {len(own)} fanouts for {len(fanouts)} layers\n\n"
-                "hint: give one number per layer, input layer first"
-            )
-    if evaluate.name == "sampled" and not own and set(fanouts) == {ALL_NEIGHBOURS}:
-        raise ValueError(
-            f"--evaluate {evaluate} with --fanouts {shown(tuple(fanouts))}, which sample all "
-            "neighbours\n\nhint: --evaluate sampled:fanouts=15,10,5, with one number per layer; "
-            "--evaluate needed uses all neighbours"
-        )
+def check_evaluation(evaluate: Value) -> tuple[int, ...]:
+    """Check and return the fanouts of an evaluation; () if it has none of its own.
 
-
-def _check_task(config: TrainConfig) -> None:
-    """Check that the options of the task are for the graphs of the model."""
-    task, model = config.graph.task, config.model
-    own = read(TASK_CLASSES[task.name, model.is_hetero]).arguments
-    for name in task.options:
-        if name not in own:
-            raise ValueError(
-                f"{not_among(f'option of --task {task.name}', name, own)}; with --model "
-                f"{model.model.name}, which is for "
-                f"{'heterogeneous graphs' if model.is_hetero else 'graphs of one node type'}"
-            )
-    if task.name == "link" and model.is_hetero and task["valid_edges"] + task["test_edges"] >= 1:
-        raise ValueError(
-            f"--task {task} leaves no edges to train on\n\n"
-            "hint: the sum of valid_edges and test_edges is below 1"
-        )
-
-
-def _check_hetero(config: TrainConfig) -> None:
-    """Raise a ValueError if an option does not apply to heterogeneous graphs."""
-    for name, accepted, reason in (
-        ("sampler", ("gcnzc",), "DGL's sampler is for graphs of one node type"),
-        ("seed_order", ("shuffled", "rotating"), "graphs of one node type can be partitioned"),
-        ("features", ("host",), "features of several node types remain in host memory"),
-        ("evaluate", ("needed", "sampled"), "outputs are computed in minibatches of these nodes"),
-        ("batch_size", None, "heterogeneous graphs are trained in minibatches"),
-    ):
-        value = config[name]
-        chosen = value.name if isinstance(value, Value) else value
-        if chosen == "all" if accepted is None else chosen not in accepted:
-            remedy = "a number, such as 1024" if accepted is None else " or ".join(accepted)
-            flag = rows(TrainConfig)[name].flag
-            raise ValueError(
-                f"{flag} {shown(value)} with --model {config.model.model.name}: {reason}\n\n"
-                f"hint: use {flag} {remedy}"
-            )
-    if config.graph.temporal.name != "none" and config.graph.task.options.get("split") == "random":
-        raise ValueError(
-            f"--task {config.graph.task} with --temporal {config.graph.temporal}: held-out edges "
-            "would be in the neighbourhoods of later training edges\n\nhint: use split=time"
-        )
-
-
-def _check_full_batch(config: TrainConfig) -> None:
-    """Raise a ValueError if an option does not support --batch-size all."""
-    number = "give --batch-size a number, such as 1024"
-    if set(config.loading.fanouts) != {ALL_NEIGHBOURS}:
-        raise ValueError(
-            f"--fanouts {shown(config.loading.fanouts)} with --batch-size all: a full-batch step "
-            f"uses all neighbours\n\nhint: give -1 for each layer, or {number}"
-        )
-    for name, given, reason in (
-        ("task", "link", "link prediction samples edges and negatives in minibatches"),
-        ("sampler", "dgl", "nothing is sampled"),
-        ("seed_order", "rotating", "each step uses all seeds"),
-        ("seed_order", "local", "each step uses all seeds"),
-        ("features", "cached", "features are gathered only once"),
-        ("strategy", "dropcompute", "an epoch is a single step, without minibatches to drop"),
-    ):
-        value = config[name]
-        if (value.name if isinstance(value, Value) else value) == given:
-            flag = rows(TrainConfig)[name].flag
-            raise ValueError(
-                f"{flag} {given} with --batch-size all: {reason}\n\nhint: omit {flag}, or {number}"
-            )
-    if config.training.accumulate > 1:
-        raise ValueError(
-            f"--accumulate {config.training.accumulate} with --batch-size all: an epoch is a "
-            f"single step\n\nhint: omit --accumulate, or {number}"
-        )
-    if config.run.workers > 1:
-        raise ValueError(workers_message(f"--workers {config.run.workers}"))
-
-
-def workers_message(given: str) -> str:
-    """Return the message that `given`, such as "--workers 2", does not fit --batch-size all."""
-    return (
-        f"{given} with --batch-size all: one process computes the whole graph, on all cores or on "
-        "one GPU\n\nhint: use one worker, or give --batch-size a number, such as 1024"
-    )
+    Raises:
+        ValueError: one is out of range.
+    """
+    fanouts: tuple[int, ...] = evaluate.options.get("fanouts", ())
+    if fanouts:
+        check_fanouts(fanouts, "fanouts of --evaluate")
+    return fanouts
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(Options):
     """Evaluate the best model of a run, and print one JSON line."""
 
-    run: Path = option("run folder that `gcnzc train` wrote", ..., positional=True)
-    data: Path | None = option(
-        "folder of a graph with the same features and classes; default: the graph of the run",
-        positional=True,
-    )
-    device: Device = option("where to evaluate; auto: CUDA if there is a GPU", "auto")
-    predictions: Path | None = option(
-        "also write the logits of all nodes to this .npy file; with --postprocess, class "
-        "probabilities, and in link prediction, the embeddings of all nodes"
-    )
-    metric: Metric = option(
-        "node classification: metric to compute; as-is: that of the run", "as-is"
-    )
-    evaluate: Value = option("nodes for which hidden layers are computed", "exact", of=EVALUATIONS)
-    evaluate_negatives: int | Literal["all"] | None = option(
-        "link prediction in heterogeneous graphs: random destinations with which each held-out "
-        "edge is ranked, or all; default: as in the run",
-        least=1,
-    )
-    postprocess: Value = option(
-        "node classification: propagate errors and labels along the edges; the result replaces the "
-        "outputs if its validation score is better",
-        "none",
-        of=POSTPROCESSING,
-    )
+    run: Path = option(..., positional=True)
+    """run folder that `gcnzc train` wrote"""
+    data: Path | None = option(positional=True)
+    """folder of a graph with the same features and classes; default: the graph of the run"""
+    device: Device = option("auto")
+    """where to evaluate; auto: CUDA if there is a GPU"""
+    predictions: Path | None = option()
+    """also write the logits of all nodes to this .npy file; with --postprocess, class
+    probabilities, and in link prediction, the embeddings of all nodes"""
+    metric: Metric = option("as-is")
+    """node classification: metric to compute; as-is: that of the run"""
+    evaluate: Value = option("exact", of=EVALUATIONS)
+    """nodes for which hidden layers are computed"""
+    evaluate_negatives: int | Literal["all"] | None = option(least=1)
+    """link prediction in heterogeneous graphs: random destinations with which each held-out edge is
+    ranked, or all; default: as in the run"""
+    postprocess: Value = option("none", of=POSTPROCESSING)
+    """node classification: propagate errors and labels along the edges; the result replaces the
+    outputs if its validation score is better"""
+
+    exclusions: ClassVar[Exclusions] = {
+        ("evaluate", _others(EVALUATIONS, "exact"), "use --evaluate exact"): (
+            ("predictions", bool, "it needs the outputs of all nodes"),
+            ("postprocess", _others(POSTPROCESSING, "none"), "it needs the outputs of all nodes"),
+        ),
+    }
 
     def check(self) -> None:
         """See `Options`."""
-        if self.evaluate.name in ("sampled", "auto") and self.evaluate["fanouts"]:
-            check_fanouts(self.evaluate["fanouts"], "fanouts of --evaluate")
+        check_evaluation(self.evaluate)
         check_output("--predictions", self.predictions, (".npy",), "`gcnzc predict` writes others")
-        for name, is_given in (
-            ("predictions", self.predictions is not None),
-            ("postprocess", self.postprocess.name != "none"),
-        ):
-            if is_given and self.evaluate.name != "exact":
-                raise ValueError(
-                    f"--{name} with --evaluate {self.evaluate}: it needs the outputs of all nodes"
-                    "\n\nhint: use --evaluate exact"
-                )

@@ -10,12 +10,12 @@ class.
 import functools
 import json
 import sys
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast, get_args, get_type_hints
 
-from gcnzc.train import values
+from gcnzc.train import signatures, values
 from gcnzc.train.values import Bounds, Choices, Value, not_among, shown
 
 if sys.version_info >= (3, 11):
@@ -38,7 +38,7 @@ class Row(Bounds):
     """the field of the config that has the option; "" if the config itself has it"""
     of: Choices | None = None
     """the values that have options of their own"""
-    read_with: tuple[str, Collection[Any]] | None = None
+    read_with: tuple[str, Collection[str]] | None = None
     """another option, and its values with which this one has an effect"""
     required: bool = False
     positional: bool = False
@@ -65,17 +65,26 @@ class Row(Bounds):
         return value
 
 
-def option(help: str, default: Any = None, **row: Any) -> Any:
-    """Declare an option: a field of an `Options` class.
+def option(default: Any = None, **row: Any) -> Any:
+    """Declare an option: a field of an `Options` class. Its docstring is the text of `--help`.
 
     Args:
-        help: what it means, for `--help`.
         default: the value if none is given; `...` if one must be given.
         row: other fields of `Row`.
     """
-    if default is ...:
-        return field(metadata=row | {"help": help})
-    return field(default=default, metadata=row | {"help": help})
+    return field(default=MISSING if default is ... else default, metadata=row)
+
+
+# some values of an option, or a function that tells whether a value is one of them
+Values: TypeAlias = Collection[Any] | Callable[[Any], object]
+# by an option, some of its values and the remedy: other options, and those of their values that
+# contradict these, with the reason
+Exclusions: TypeAlias = Mapping[tuple[str, Values, str], Sequence[tuple[str, Values, str]]]
+
+
+def _is_one_of(value: Any, some: Values) -> bool:
+    chosen = value.name if isinstance(value, Value) else value
+    return bool(some(chosen)) if callable(some) else chosen in some
 
 
 class Options:
@@ -85,10 +94,21 @@ class Options:
         ValueError: a value is not valid, or options contradict each other.
     """
 
+    exclusions: ClassVar[Exclusions] = {}
+
     def __post_init__(self) -> None:
-        for row in rows(type(self)).values():
+        own = rows(type(self))
+        for row in own.values():
             if not row.group:
                 object.__setattr__(self, row.name, row.parse(getattr(self, row.name)))
+        for (other, others, remedy), excluded in self.exclusions.items():
+            for name, some, reason in excluded if _is_one_of(self[other], others) else ():
+                if _is_one_of(self[name], some):
+                    raise ValueError(
+                        f"{own[name].flag} {shown(self[name])} with {own[other].flag} "
+                        f"{shown(self[other])}: {reason}\n\n"
+                        f"hint: omit {own[name].flag}, or {remedy}"
+                    )
         self.check()
 
     def check(self) -> None:
@@ -119,7 +139,7 @@ def rows(kind: type) -> Mapping[str, Row]:
 @functools.cache
 def _rows(kind: Any) -> Mapping[str, Row]:
     found: dict[str, Row] = {}
-    hints = get_type_hints(kind)
+    hints, helps = get_type_hints(kind), signatures.docstrings(kind.__module__, kind.__name__)
     for own in fields(kind):
         kind_of = hints[own.name]
         if isinstance(kind_of, type) and issubclass(kind_of, Options):
@@ -131,6 +151,7 @@ def _rows(kind: Any) -> Mapping[str, Row]:
                 name=own.name,
                 kind=kind_of,
                 default=None if required else own.default,
+                help=helps[own.name],
                 required=required,
                 **own.metadata,
             )
@@ -192,17 +213,15 @@ def read_options(path: Path, kind: type) -> dict[str, Any]:
 
 def unread(config: Any, names: Collection[str]) -> list[str]:
     """Return a message for each of the options `names` that has no effect with the others."""
-    messages = []
-    for name in names:
-        row = rows(type(config))[name]
-        if row.read_with is None or config[name] == row.parse(row.default):
+    own, messages = rows(type(config)), []
+    for row in (own[name] for name in names):
+        if row.read_with is None or config[row.name] == row.parse(row.default):
             continue
         other, readers = row.read_with
-        chosen = config[other]
-        if (chosen.name if isinstance(chosen, Value) else chosen) not in readers:
-            flag = rows(type(config))[other].flag
+        if not _is_one_of(config[other], readers):
+            flag = own[other].flag
             messages.append(
-                f"{row.flag} {shown(config[name])} has no effect with {flag} {shown(chosen)}\n\n"
-                f"hint: only {flag} {' or '.join(map(shown, readers))} uses it"
+                f"{row.flag} {shown(config[row.name])} has no effect with {flag} "
+                f"{shown(config[other])}\n\nhint: only {flag} {' or '.join(readers)} uses it"
             )
     return messages

@@ -37,7 +37,7 @@ from gcnzc.train.build import (
 )
 from gcnzc.train.callbacks import Callback
 from gcnzc.train.checkpointing import Checkpoint
-from gcnzc.train.config import TrainConfig, workers_message
+from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import Statistics
 from gcnzc.train.errors import Interrupted
 from gcnzc.train.full_batch import build_evaluation_loader
@@ -70,11 +70,7 @@ from gcnzc.train.tasks.node import NodeTask
 from gcnzc.train.tracing import Trace, format_trace_warning
 from gcnzc.train.weight_average import build_average
 
-# Refuse a second training run in a process while another one trains in it.
-#
-# torch's global random generators, which initial weights and dropout use, belong to the process.
-
-
+# torch's global random generators, which initial weights and dropout use, belong to the process
 _is_training = threading.Lock()
 
 
@@ -105,9 +101,6 @@ def _reset() -> None:
 
 
 os.register_at_fork(after_in_child=_reset)
-
-
-# Warn about neighbours that are later than what a run predicts.
 
 
 def format_time_warning(config: TrainConfig, data: Any) -> str:
@@ -314,7 +307,11 @@ def _check(config: TrainConfig, group: Group, alone: bool) -> None:
             "gives `train` the group of gcnzc.exchange.init_group"
         )
     if config.is_full_batch and group.world_size > 1:
-        raise ValueError(f"train: {workers_message(f'a group of {group.world_size} workers')}")
+        raise ValueError(
+            f"train: a group of {group.world_size} workers with --batch-size all: one process "
+            "computes the whole graph, on all cores or a GPU\n\nhint: use one worker, or give "
+            "--batch-size a number, such as 1024"
+        )
     if config.training.runs > 1:
         raise ValueError(
             f"train: runs is {config.training.runs}, but `train` trains one\n\n"

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -49,6 +50,17 @@ def read(target: str) -> Signature:
         found = _extend(found, *each.split(":"))
     text = ast.get_docstring(_definition(*target.split(":"))) or ""
     return Signature(" ".join(text.partition("\n\n")[0].split()), found)
+
+
+def docstrings(module: str, name: str) -> dict[str, str]:
+    """Return the docstring of each field of a class: the text that follows its annotation."""
+    return {
+        ast.unparse(declared.target): " ".join(str(text.value.value).split())
+        for declared, text in pairwise(_definition(module, name).body)
+        if isinstance(declared, ast.AnnAssign)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+    }
 
 
 def _ancestry(target: str) -> list[str]:
@@ -195,14 +207,8 @@ def _constant(module: str, node: ast.expr) -> str:
     """Return the source of a default; a constant, or a field of one, is replaced by its value."""
     if isinstance(node, ast.Name) and (found := _assigned(module, node.id)):
         return _constant(*found)
-    if isinstance(node, ast.Attribute):
-        owner = node.value
-        if isinstance(owner, ast.Attribute) and isinstance(owner.value, ast.Name):
-            # a constant of an imported module: `defaults.CO2.local_steps`
-            source = _imported(module, owner.value.id)
-            found = _assigned(".".join(source), owner.attr) if source else None
-        else:
-            found = _assigned(module, owner.id) if isinstance(owner, ast.Name) else None
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        found = _assigned(module, node.value.id)
         if found and isinstance(found[1], ast.Call) and isinstance(found[1].func, ast.Name):
             return _field(*found, node.attr)
     return ast.unparse(node)
@@ -210,18 +216,11 @@ def _constant(module: str, node: ast.expr) -> str:
 
 def _field(module: str, call: Any, name: str) -> str:
     """Return the source of a field of a dataclass that is built by a call."""
-    fields = [
-        each
-        for each in _definition(module, call.func.id).body
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
-    ]
-    names = [each.target.id for each in fields if isinstance(each.target, ast.Name)]
-    values = {
-        **{key: each.value for key, each in zip(names, fields, strict=True) if each.value},
-        **dict(zip(names, call.args, strict=False)),
-        **{each.arg: each.value for each in call.keywords},
-    }
-    return _constant(module, values[name])
+    body = _definition(module, call.func.id).body
+    fields = {ast.unparse(each.target): each.value for each in body if hasattr(each, "annotation")}
+    given = dict(zip(fields, call.args, strict=False))
+    given |= {each.arg: each.value for each in call.keywords}
+    return _constant(module, (fields | given)[name])
 
 
 def _kinds(module: str, node: ast.expr | None) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ name, as in `--strategy diloco:local_steps=12,outer_lr=0.4`.
 import ast
 import difflib
 import math
+import operator
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,13 +46,13 @@ class Bounds:
                 continue
             most = MAX_COUNT if isinstance(item, int) else MAX_FLOAT
             bounds: tuple[tuple[str, Any, Any], ...] = (
-                ("at least", self.least, item.__ge__),
-                ("above", self.above, item.__gt__),
-                ("below", self.below, item.__lt__),
-                ("at most", most if self.most is None else self.most, item.__le__),
+                ("at least", self.least, operator.ge),
+                ("above", self.above, operator.gt),
+                ("below", self.below, operator.lt),
+                ("at most", most if self.most is None else self.most, operator.le),
             )
             for word, bound, is_met in bounds:
-                if bound is not None and not is_met(bound):
+                if bound is not None and not is_met(item, bound):
                     raise ValueError(f"{name} must be {word} {bound:g}, got {item}")
 
 
@@ -66,6 +67,8 @@ class Choices:
     stands for"""
     supplied: Sequence[str] = ()
     """arguments that the run supplies"""
+    refused: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """by name: arguments of a base class that the class does not support"""
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """by name: defaults that replace those of the signature"""
     summaries: Mapping[str, str] = field(default_factory=dict)
@@ -75,13 +78,14 @@ class Choices:
 
     def arguments(self, name: str) -> dict[str, Argument]:
         """Return the options of a value: its keyword arguments that text can express."""
+        excluded = (*self.supplied, *self.refused.get(name, ()))
         found: dict[str, Argument] = {}
         for target in self.targets[name]:
             found = {**signatures.read(target).arguments, **found}
         return {
             key: each
             for key, each in found.items()
-            if key not in self.supplied and not {*each.kinds} <= {type(None)}
+            if key not in excluded and not {*each.kinds} <= {type(None)}
         }
 
     def summary(self, name: str) -> str:
