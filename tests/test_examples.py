@@ -35,7 +35,7 @@ def test_every_script_is_tested():
     assert found == {
         "read_npz",
         "serve_exported",
-        *("gasloc", "read_typed", "recommender", "relational"),
+        *("gasloc", "optuna_pruning", "read_typed", "recommender", "relational"),
         *SCRIPTS,
         *TYPED,
         *(f"{script}_gcnzc" for script in (*SCRIPTS, *TYPED)),
@@ -145,3 +145,16 @@ def test_an_example_without_arguments_shows_its_usage():
     assert done.stderr.startswith("usage: ")
     assert "required: archive" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(
+    importlib.util.find_spec("optuna") is None and not os.environ.get("CI"),
+    reason="optuna is not installed",
+)
+def test_the_search_with_optuna_prunes_trials(tmp_path):
+    generate.make(tmp_path / "raw", "planted", generate.Shape(400, 2400, 8, 3), seed=3)
+    printed = run("optuna_pruning.py", tmp_path / "raw", "--trials", "6", "--epochs", "3")
+    pruned, best = printed.splitlines()[-2:]
+    assert re.fullmatch(r"[1-5] of 6 trials were pruned", pruned), printed
+    assert float(best.split()[1]) > 0.4, printed

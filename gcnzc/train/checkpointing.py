@@ -61,7 +61,7 @@ CHECKPOINT_KEYS: Mapping[str, type] = {
     "tallies": list,
     "best": dict,
     "lines": list,
-    "callbacks": list,
+    "callbacks": dict,
     "options": dict,
     "graph": dict,
     "rng": torch.Tensor,
@@ -163,6 +163,9 @@ class Checkpoint(Callback):
         if run.device.type == "cuda":
             own = torch.cuda.get_rng_state(run.device)
             states["cuda_rng"] = run_algorithm(all_gather(own), run.group)
+        callbacks: dict[str, list[Any]] = {}
+        for each in self.callbacks:
+            callbacks.setdefault(type(each).__qualname__, []).append(each.state_dict())
         state = {
             "model": run.model.state_dict(),
             "optimizer": optimizer,
@@ -172,7 +175,7 @@ class Checkpoint(Callback):
             "tallies": [tally.state_dict() for tally in tallies],
             "best": run.best,
             "lines": run.lines,
-            "callbacks": [each.state_dict() for each in self.callbacks],
+            "callbacks": callbacks,
             "options": run.config.to_dict(),
             "graph": self.graph_files,
             **_average_state(run),
@@ -288,8 +291,9 @@ class Checkpoint(Callback):
                 run.reporter.say(f"warning: {lost}")
         run.epoch, run.in_epoch = state["epoch"], state["in_epoch"]
         run.best, run.lines = state["best"], state["lines"]
-        for each, saved in zip(self.callbacks, state["callbacks"], strict=True):
-            each.load_state_dict(saved)
+        for each in self.callbacks:  # of a resumed run, they may be others
+            if states := state["callbacks"].get(type(each).__qualname__):
+                each.load_state_dict(states.pop(0))
         # if the number of workers has changed, the first worker has the sums
         tallies = [EpochStats(run.device) for _ in state["tallies"]]
         for tally, saved in zip(tallies, state["tallies"], strict=True):

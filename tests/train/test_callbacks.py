@@ -1,0 +1,160 @@
+"""Callbacks listen to a run, keep a state, and end it on all workers."""
+
+import pytest
+from command_runs import failed
+from processes import results
+from training import Listener, Stopped, Stopping, assert_same_run, lines, planted, saved
+
+from gcnzc.cli import main
+from gcnzc.exchange import init_group
+from gcnzc.train import Callback, StopTraining, TrainConfig, train
+from gcnzc.train.callbacks import EVENTS
+from gcnzc.train.errors import PeerFailed
+
+# 240 training nodes: 8 steps in an epoch, and 4 of two workers
+SIZES = {"fanouts": (3, 3), "hidden": 8, "batch_size": 30, "epochs": 3, "lr": 0.01, "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory):
+    return planted(tmp_path_factory, 400, 2400, 8, 3)
+
+
+class Watch(Callback):
+    """Counts the steps, and writes down the events; raises an error in one of them."""
+
+    def __init__(self, event: str = "", at: int = 0, error: Exception | None = None) -> None:
+        self.events, self.steps = [], 0
+        self.event, self.at, self.error = event, at, error
+
+    def happened(self, event, run):
+        self.steps += event == "on_step"
+        self.events.append((event, run.epoch, dict(run.line) if event == "on_record" else None))
+        if event == self.event and self.steps >= self.at and self.error is not None:
+            raise self.error
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+for _name in EVENTS:
+    setattr(Watch, _name, lambda self, run, event=_name: self.happened(event, run))
+
+
+def test_a_callback_receives_the_events_of_a_run(graph, tmp_path):
+    watch = Watch()
+    train(TrainConfig(data=graph, **SIZES, evaluate_every=2), tmp_path / "run", callbacks=[watch])
+    steps = watch.steps // 3
+    one = [("on_step", epoch) for epoch in range(3) for _ in range(steps)]
+    expected = [("on_start", 0), *one[:steps], ("on_epoch", 0), ("on_record", 1)]
+    for epoch in (1, 2):
+        expected += one[epoch * steps : (epoch + 1) * steps]
+        expected += [("on_epoch", epoch), ("on_evaluate", epoch), ("on_record", epoch + 1)]
+    assert [each[:2] for each in watch.events] == [*expected, ("on_end", 3)]
+    records = [line for event, _, line in watch.events if event == "on_record"]
+    assert records == lines(tmp_path / "run")
+
+
+def test_callbacks_do_not_change_a_run(graph, tmp_path):
+    config = TrainConfig(data=graph, **SIZES)
+    train(config, tmp_path / "one", callbacks=[Watch()])
+    train(config, tmp_path / "other")
+    assert_same_run(tmp_path / "one", tmp_path / "other")
+
+
+@pytest.mark.parametrize(("event", "epochs"), [("on_step", 1), ("on_evaluate", 1), ("on_start", 1)])
+def test_a_stopped_run_ends_as_after_its_last_epoch(event, epochs, graph, tmp_path):
+    watch, listener = Watch(event, 3 * (event == "on_step"), StopTraining("enough")), Listener()
+    config = TrainConfig(data=graph, **SIZES)
+    result = train(config, tmp_path / "run", listener, callbacks=[watch])
+    assert result["epochs"] == epochs == len(lines(tmp_path / "run"))
+    assert 0 <= result["test_accuracy"] <= 1
+    assert "enough" in listener.said
+    assert watch.events[-1][0] == "on_end"
+    assert (tmp_path / "run" / "result.json").exists()
+
+
+def test_an_error_of_a_callback_ends_the_run_which_can_be_resumed(graph, tmp_path):
+    config = TrainConfig(data=graph, **SIZES, checkpoint_every_s=0)
+    with pytest.raises(KeyError, match="mine"):
+        train(config, tmp_path / "cut", callbacks=[Watch("on_step", 11, KeyError("mine"))])
+    train(config.replace(resume=tmp_path / "cut"), tmp_path / "cut", callbacks=[Watch()])
+    train(config, tmp_path / "whole")
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_the_state_of_a_callback_is_resumed(graph, tmp_path):
+    config = TrainConfig(data=graph, **SIZES, checkpoint_every_s=0)
+    whole = [Watch(), Watch()]
+    train(config, tmp_path / "whole", callbacks=whole)
+    with pytest.raises(Stopped):
+        train(config, tmp_path / "cut", Stopping(2, 4), callbacks=[Watch(), Watch()])
+    assert saved(tmp_path / "cut")["epoch"] == 1
+    # a resumed run may have other callbacks, too
+    resumed, other = [Watch(), Watch()], Callback()
+    train(config.replace(resume=tmp_path / "cut"), tmp_path / "cut", callbacks=[other, *resumed])
+    assert [each.steps for each in resumed] == [each.steps for each in whole]
+    train(config.replace(resume=tmp_path / "cut"), tmp_path / "cut")
+
+
+def train_with_callback(config, folder, rank, *words):
+    """Train with a callback that raises an error on one of the workers."""
+    with init_group(timeout_s=60) as group:
+        watch = Watch(*words) if group.rank == rank else Watch()
+        try:
+            result = train(config, folder, group=group, callbacks=[watch])
+        except (PeerFailed, KeyError) as error:
+            return type(error).__name__, str(error)
+        return result["epochs"], watch.steps
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        # one exchange later
+        (("on_step", 2, StopTraining("enough")), [(1, 3), (1, 3)]),
+        (("on_record", 0, StopTraining("enough")), [(1, 4), (1, 4)]),
+        (
+            ("on_record", 0, KeyError("mine")),
+            [("PeerFailed", "worker 1 has failed"), ("KeyError", "'mine'")],
+        ),
+    ],
+    ids=["in a step", "after an epoch", "error"],
+)
+def test_a_callback_of_one_worker_ends_the_run_on_all(words, expected, graph, tmp_path):
+    config = TrainConfig(data=graph, **SIZES)
+    assert (
+        results(2, tmp_path, train_with_callback, config, tmp_path / "run", 1, *words) == expected
+    )
+
+
+MODULE = """
+from gcnzc.train import Callback
+
+
+class Watch(Callback):
+    def on_end(self, run):
+        run.reporter.say(f"watched {run.epoch} epochs")
+"""
+
+
+def test_the_command_imports_callbacks_by_name(graph, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "watching.py").write_text(MODULE)
+    words = ["train", graph, "--epochs", "1", "--fanouts", "3", "--hidden", "4", "--callback"]
+    assert main([*map(str, words), "watching:Watch"]) == 0
+    assert "watched 1 epochs" in capsys.readouterr().err
+    for name, message in (
+        ("watching:Wach", "has no attribute 'Wach'"),
+        ("none:Watch", "No module named 'none'"),
+        ("watching", "--callback watching"),
+        ("json:loads", "is no callback"),
+    ):
+        error, hint = failed(capsys, [*words, name], 1)
+        assert message in error
+        assert "watch:Watch" in hint or "subclass" in hint
