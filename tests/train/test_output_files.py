@@ -8,7 +8,6 @@ import errno
 import json
 import resource
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from training import Listener, lines, planted, saved
 
 from gcnzc.cli import main
 from gcnzc.system import files
-from gcnzc.train import checkpoint, epoch
+from gcnzc.train import checkpoint, listeners
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.run import train
 
@@ -34,13 +33,13 @@ def config(tmp_path_factory) -> TrainConfig:
 def after_epoch(monkeypatch):
     """Call functions of a dict when the line of the epoch that is the key is written."""
     calls = {}
-    format_epoch = epoch.format_epoch
+    format_epoch = listeners.format_epoch
 
     def watched(line, epochs):
         calls.get(line["epoch"] + 1, lambda: None)()
         return format_epoch(line, epochs)
 
-    monkeypatch.setattr(epoch, "format_epoch", watched)
+    monkeypatch.setattr(listeners, "format_epoch", watched)
     return calls
 
 
@@ -94,7 +93,7 @@ def test_all_files_are_written_once_the_disk_has_space_again(config, tmp_path, a
 @restored_limit()
 def test_states_of_workers_are_written_once_the_disk_has_space_again(config, tmp_path, after_epoch):
     run, listener = tmp_path / "run", Listener()
-    config = replace(config, strategy="local-sgd", epochs=4)
+    config = config.replace(strategy="local-sgd", epochs=4)
     after_epoch[2] = lambda: limit((run / "record.jsonl").stat().st_size + 100)
     after_epoch[3] = lambda: limit(resource.RLIM_INFINITY)
     assert train(config, run, listener)["unsaved"] == {}
@@ -104,7 +103,7 @@ def test_states_of_workers_are_written_once_the_disk_has_space_again(config, tmp
     for path in (run / "workers").iterdir():
         path.write_bytes(b"")
     with pytest.raises(ValueError, match=r"/workers/\d+-0\.pt is damaged"):
-        train(replace(config, resume=run, epochs=5), run)
+        train(config.replace(resume=run, epochs=5), run)
 
 
 def test_a_run_folder_that_is_moved_ends_the_run_and_is_resumed(config, tmp_path, after_epoch):
@@ -113,7 +112,7 @@ def test_a_run_folder_that_is_moved_ends_the_run_and_is_resumed(config, tmp_path
     with pytest.raises(ValueError, match=r"run was moved or removed .*\n\nhint: .*--resume FOLDER"):
         train(config, run)
     after_epoch.clear()
-    assert train(replace(config, resume=moved), moved)["epochs"] == 6
+    assert train(config.replace(resume=moved), moved)["epochs"] == 6
 
 
 @pytest.mark.usefixtures("draws_curves")

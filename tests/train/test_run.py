@@ -267,7 +267,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(config, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"loss is (nan|inf)(.|\n)*hint: .*--lr"):
         train(config, tmp_path / "run")
     with pytest.raises(ValueError, match="hint: use --precision bf16, since float16 overflows"):
-        train(replace(config, precision="fp16"), tmp_path / "fp16")
+        train(config.replace(precision="fp16"), tmp_path / "fp16")
 
 
 @pytest.mark.parametrize("strategy", ["average", "local-sgd"])
