@@ -39,13 +39,13 @@ def test_several_seeds_are_summarized_and_resumed_as_a_whole(graph, tmp_path, ca
     out = tmp_path / "out"
     train_one, calls = train_run.train, []
 
-    def stops_in_the_second(config, folder, *rest):
+    def stops_in_the_second(config, folder, *given, **named):
         calls.append(config.loading.seed)
         if folder == out / "seed-5" and config.run.resume is None:
-            train_one(config, folder, *rest)
+            train_one(config, folder, *given, **named)
             (folder / "result.json").unlink()
             raise Interrupted(f"stopped\n\nhint: `gcnzc train --resume {folder}` resumes it")
-        return train_one(config, folder, *rest)
+        return train_one(config, folder, *given, **named)
 
     monkeypatch.setattr(train_run, "train", stops_in_the_second)
     words = [graph, *OPTIONS, "--runs", 3, "--seed", 4, "--out", out]
