@@ -63,6 +63,7 @@ WRONG = {
         ("train --strategy average:delay=3", "option of --strategy average: there is no", "choose"),
         ("train --schedule cosine:epochs=3", "there is no 'epochs'", "it has none"),
         ("train --task node:edge_type=a", "there is no 'edge_type'", "choose one of"),
+        ("train --model gcn:self_loops=true", "there is no 'self_loops'", "choose one of"),
         ("train --model gat:heads", "heads has no value", "gat:heads=VALUE"),
         ("train --model gat:heads=2,heads=3", "heads is given twice", "gat:heads=VALUE"),
         ("train --strategy decoupled-diloco", "has no quorum", "decoupled-diloco:quorum=VALUE"),
