@@ -13,7 +13,7 @@ from gcnzc.optim.embedding.rules import SparseAdagrad, SparseAdam, SparseSGD
 from gcnzc.optim.fedglomo import FedGLOMO
 from gcnzc.optim.local_method import Fragment, LocalMethod, outer_vector
 from gcnzc.optim.local_sgd import LocalSGD
-from gcnzc.optim.method import DistributedOptimizer, LatePhaseWarning
+from gcnzc.optim.method import DistributedOptimizer
 from gcnzc.optim.muloco import MuLoCo
 from gcnzc.optim.muon import Muon
 from gcnzc.optim.one_bit_adam import OneBitAdam
@@ -25,6 +25,7 @@ from gcnzc.optim.saps import SAPS
 from gcnzc.optim.selsync import SelSync
 from gcnzc.optim.sparse_loco import SparseLoCo
 from gcnzc.optim.state import scalar, vector
+from gcnzc.optim.steps import LatePhaseWarning
 from gcnzc.optim.streaming_diloco import StreamingDiLoCo
 from gcnzc.optim.zero_one_adam import ZeroOneAdam, ZeroOneSchedule
 

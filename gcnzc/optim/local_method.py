@@ -28,7 +28,7 @@ from gcnzc.exchange import Algorithm, Start, Sum, Wait
 from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.finite_gradients import delete_nonfinite_state, have_finite_gradients
 from gcnzc.optim.fully_shard import holds_on_all_shards
-from gcnzc.optim.method import WrappingOptimizer, identify_caller
+from gcnzc.optim.method import WrappingOptimizer
 from gcnzc.optim.options import option
 from gcnzc.optim.resize import shard_bounds
 from gcnzc.optim.sharded import Sharded, gather_shards, padded_size
@@ -44,6 +44,7 @@ from gcnzc.optim.state import (
     scalar,
     vector,
 )
+from gcnzc.optim.steps import identify_caller
 from gcnzc.optim.sync_interval import MAX_OVERLAP_SHARE, MAX_SHARE, Clocks, SyncInterval
 from gcnzc.optim.validation import check_above_zero
 from gcnzc.system.arguments import check_flag

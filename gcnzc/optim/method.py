@@ -13,8 +13,8 @@ import inspect
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial, wraps
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, overload
+from functools import partial
+from typing import Any, ClassVar, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -59,6 +59,7 @@ from gcnzc.optim.state import (
     declared_fields,
     scalar,
 )
+from gcnzc.optim.steps import LatePhaseWarning, SkipStep, identify_caller
 from gcnzc.optim.validation import (
     check_at_least_zero,
     check_count,
@@ -71,39 +72,9 @@ from gcnzc.optim.validation import (
 from gcnzc.system.arguments import check_flag
 
 T = TypeVar("T")
-P = ParamSpec("P")
-Algorithms = Callable[Concatenate[Any, P], Algorithm[T]]
 
 NO_PARAMETER = ("no such parameter", "no such parameter")
 _SCALER_STEP = inspect.unwrap(GradScaler.step).__code__
-
-
-class LatePhaseWarning(UserWarning):
-    """A phase of an optimizer, such as compression or local steps, begins late in the run or never.
-
-    Rank 0 warns. `warnings.simplefilter("ignore", gcnzc.optim.LatePhaseWarning)` silences it.
-    """
-
-
-class SkipStep(Exception):
-    """Raised on all ranks by an exchange that must not be used; its text is the reason."""
-
-
-def identify_caller(method: Algorithms[P, T]) -> Algorithms[P, T]:
-    """Decorate an algorithm of an optimizer so that the headers of its requests name the optimizer.
-
-    Otherwise ranks that step several optimizers in different orders would exchange the gradients of
-    different models.
-    """
-
-    @wraps(method)
-    def algorithm(self: Any, /, *args: P.args, **options: P.kwargs) -> Algorithm[T]:
-        before = yield Caller(self.identity)
-        result = yield from method(self, *args, **options)
-        yield Caller(before)
-        return result
-
-    return algorithm
 
 
 class DistributedOptimizer(Optimizer):

@@ -37,9 +37,9 @@ from gcnzc.exchange.topology import Edge
 from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.control import PartialExchanges, namespace
 from gcnzc.optim.group_options import find_difference
-from gcnzc.optim.method import identify_caller
 from gcnzc.optim.options import option
 from gcnzc.optim.state import Field, Scalar
+from gcnzc.optim.steps import identify_caller
 from gcnzc.optim.validation import check_count
 
 _METHODS: "WeakKeyDictionary[Group, WeakSet[Rounds]]" = WeakKeyDictionary()

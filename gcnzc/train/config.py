@@ -156,6 +156,7 @@ STRATEGIES = Choices(
         *("group", "signals", "module", "micro_batches", "clip_norm", "total_steps"),
         *("alone", "clock", "clocks", "delay_steps", "seed"),
     ),
+    refused={"streaming-diloco": ("sharded",)},
     bounds={"target": Bounds(above=0, most=1)},
 )
 SCHEDULES = Choices(

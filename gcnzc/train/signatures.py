@@ -75,18 +75,19 @@ def _ancestry(target: str) -> list[str]:
 def _extend(inherited: Mapping[str, Argument], module: str, name: str) -> dict[str, Argument]:
     """Return the arguments of a class or function, given those of the bases."""
     node, found = _definition(module, name), dict(inherited)
+    helps = {key: each.help for key, each in found.items()}
     if isinstance(node, ast.ClassDef):
         function: Any = next((each for each in node.body if _is_init(each)), None)
         pairs = [*_parameters(function.args), *_declared(node)] if function else [*_declared(node)]
         if function is not None and not function.args.kwarg:
             found = {}
         for each in node.body:  # an option of the base that has a fixed value here
-            for assigned in each.targets if isinstance(each, ast.Assign) else ():
+            targets = getattr(each, "targets", [getattr(each, "target", None)])
+            for assigned in targets if getattr(each, "value", None) else ():
                 found.pop(getattr(assigned, "id", ""), None)
     else:
         pairs = [*_parameters(node.args)]
-    documented = _documented(module, ast.get_docstring(node) or "")
-    helps = {key: each.help for key, each in found.items()} | documented
+    helps |= _documented(module, ast.get_docstring(node) or "")
     for key, annotation, default in pairs:
         source = None if default is None else _constant(module, default)
         found[key] = Argument(_kinds(module, annotation), source)

@@ -47,6 +47,9 @@ SAMPLES: dict[Any, Any] = {
     "quorum": "4",
     ("co2", "gap"): "gap_aware",
     ("co2", "delay"): "0",
+    ("co2", "eager"): "0.25",
+    ("average", "momentum"): "everywhere",
+    ("dropcompute", "momentum"): "everywhere",
 }
 # by option, or by value: the others with which it is valid
 NEEDED: dict[str, dict[str, str]] = {
@@ -161,12 +164,13 @@ def test_a_signature_that_is_read_from_the_source_is_that_of_the_class(target):
     module, _, name = target.partition(":")
     kind = getattr(import_module(module), name)
     found, expected = signatures.read(target).arguments, {}
-    # a class with `**options` has those of its bases
+    # a constructor with `**options` has those of its bases, and those that are declared
     for each in kind.__mro__ if isinstance(kind, type) else (kind,):
-        own = inspect.signature(each).parameters
+        own = inspect.signature(each.__init__ if isinstance(kind, type) else each).parameters
         expected = {**own, **expected}
         if not any(one.kind is one.VAR_KEYWORD for one in own.values()):
             break
+    expected |= inspect.signature(kind).parameters
     for option, argument in found.items():
         default = expected[option].default
         if argument.default is None:
@@ -184,14 +188,11 @@ WITH: dict[Any, str] = {
     "pre_norm": "norm=layer",
     "pre_activation": "norm=layer,output_linear=true,input_linear=true",
     "jumping": "output_linear=true",
-    ("average", "momentum"): "compress=topk:0.1",
+    **{(value, "momentum"): "compress=topk:0.1" for value in ("average", "dropcompute")},
     **{(value, "sharded"): "compress=none" for value in ("muloco", "sparseloco", "fedglomo")},
 }
-# options of a base class that a class sets itself or refuses, and the schedule of 0/1 Adam, which
-# is built from its warm-up
-SET = {("onebit-lamb", "refresh"), ("selsync", "local_steps"), ("streaming-diloco", "sharded")}
-SET |= {("decoupled-diloco", option) for option in ("compress", "sharded", "offload")}
-SET |= {("zero-one-adam", "warmup")}
+# the schedule of 0/1 Adam is built from its warm-up
+SET = {("zero-one-adam", "warmup")}
 
 
 def built_cases():
