@@ -14,12 +14,13 @@ from quick_runs import made_once
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import init_group
 from gcnzc.graph.prepare import prepare
-from gcnzc.optim import Averaged, DistributedOptimizer
-from gcnzc.train import checkpoint, results
+from gcnzc.optim import DistributedOptimizer
+from gcnzc.train import Callback, checkpoint, results
 from gcnzc.train.config import ONE_BIT, OPTIMIZER_OF, STRATEGIES, TrainConfig
 from gcnzc.train.errors import Interrupted
 from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
+from gcnzc.train.state import Run
 
 # options of all optimizers and strategies, with one worker, whose steps need no closure
 UPDATES = {
@@ -101,16 +102,14 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert_same_weights(one, other)
 
 
-def stop_after(steps: int, patch: pytest.MonkeyPatch, kind: type = Averaged) -> None:
-    """Let a run in this process receive a stop request in a step of its optimizer."""
-    step, taken = kind.step, []
+class Interrupting(Callback):
+    """Requests the end of a run in a step of it, of which the first is 1, as a signal does."""
 
-    def watched(self: Any, closure: Any = None) -> Any:
-        taken.append(self)
-        self.signals[0] = len(taken) == steps
-        return step(self, closure)
+    def __init__(self, step: float) -> None:
+        self.step = step
 
-    patch.setattr(kind, "step", watched)
+    def on_start(self, run: Run) -> None:
+        run.is_interrupted = lambda: run.in_epoch and run.steps >= self.step - 1
 
 
 def saved(run: Path) -> dict[str, Any]:
@@ -132,8 +131,6 @@ def train_as_worker(
         def step(self: Any, closure: Any = None) -> None:
             nonlocal steps
             steps += 1
-            if self.group.rank == 0 and stop_at is not None and steps >= stop_at:
-                self.signals[0] = True
             if self.group.rank == self.group.world_size - 1 and steps - 1 == bad_at:
                 self.param_groups[0]["params"][0].grad[0] = math.nan
             usual(self, closure)
@@ -145,8 +142,10 @@ def train_as_worker(
     results.curves = lambda runs, file: file.touch()
     torch.manual_seed(0)
     with init_group(timeout_s=config.run.timeout_s) as group:
+        at = stop_at if stop_at is not None and group.rank == 0 else math.inf
+        stopping = Interrupting(at)
         try:
-            found = train(config, folder, listener, group)
+            found = train(config, folder, listener, group, callbacks=[stopping])
         except Interrupted as error:
             return str(error).splitlines()[0]
     return found | {"said": [line for line in listener.said if "not finite" in line]}

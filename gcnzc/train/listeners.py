@@ -75,9 +75,17 @@ class Best(Callback):
     def on_record(self, run: Run) -> None:
         """See `Callback`."""
         self.write(run)
+        self.check_patience(run)
+
+    def check_patience(self, run: Run) -> None:
+        """Stop the run if it has not improved for --patience evaluations.
+
+        Raises:
+            StopTraining: it has not.
+        """
         patience, epoch = run.config.training.patience, run.best.get("epoch", 0)
         later = [line for line in run.lines[epoch + 1 :] if f"valid_{run.task.metric}" in line]
-        if patience and len(later) >= patience and not run.is_last:
+        if patience and len(later) >= patience and run.epoch < run.config.training.epochs:
             found = "evaluation" if patience == 1 else f"{patience} evaluations"
             raise StopTraining(
                 f"stopped after epoch {run.epoch} (--patience {patience}): the last {found} found "
@@ -98,6 +106,8 @@ class Best(Callback):
     def on_start(self, run: Run) -> None:
         """See `Callback`; the file may be older than the checkpoint."""
         self.is_written = not run.best
+        if not run.in_epoch:
+            self.check_patience(run)
 
 
 class Record(Callback):

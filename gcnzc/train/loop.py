@@ -26,6 +26,8 @@ def fit(run: Run, callbacks: Sequence[Callback]) -> None:
     """Train the remaining epochs, or until a callback or a signal stops the run."""
     hooks = Hooks(callbacks)
     hooks("on_start", run)
+    if run.lines:  # a resumed run may have nothing left to do
+        agree_to_stop(run)
     while run.epoch < run.config.training.epochs and run.stopped is None:
         train_epoch(run, hooks)
         if not isinstance(run.stopped, Interrupted):

@@ -173,5 +173,7 @@ class Run:
         """End a stage of the training thread, such as "wait"; one without a name is not counted."""
         now = self.now()
         if name:
-            self.stages.append(Stage(name, "model", self._marked, now))
+            is_longer = bool(self.stages) and self.stages[-1].name == name
+            begin = self.stages.pop().begin if is_longer else self._marked
+            self.stages.append(Stage(name, "model", begin, now))
         self._marked = now

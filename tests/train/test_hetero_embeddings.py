@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from processes import results
-from training import assert_same_run, stop_after, train_as_worker
+from training import Interrupting, assert_same_run, train_as_worker
 from typed_papers import AUTHORS, SIZES, build, parameters
 
 from gcnzc.features.embedding import EmbeddingTable
@@ -41,7 +41,7 @@ def config(embedded):
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
-def test_embeddings_are_trained_resumed_and_evaluated(optimizer, config, tmp_path, monkeypatch):
+def test_embeddings_are_trained_resumed_and_evaluated(optimizer, config, tmp_path):
     config = config.replace(embeddings=f"{optimizer}:dim=8,lr=0.1", epochs=4)
     whole = train(config, tmp_path / "whole")
     assert whole["valid_accuracy"] > 0.6
@@ -51,10 +51,8 @@ def test_embeddings_are_trained_resumed_and_evaluated(optimizer, config, tmp_pat
     assert (rows["author/rows"] != first).any(axis=1).mean() > 0.9
     again = evaluate(EvaluateConfig(run=tmp_path / "whole"))
     assert again["test_accuracy"] == whole["test_accuracy"]
-    with monkeypatch.context() as patch:
-        stop_after(10, patch)
-        with pytest.raises(Interrupted):
-            train(config, tmp_path / "stopped")
+    with pytest.raises(Interrupted):
+        train(config, tmp_path / "stopped", callbacks=[Interrupting(10)])
     train(config.replace(resume=tmp_path / "stopped"), tmp_path / "stopped")
     assert_same_run(tmp_path / "whole", tmp_path / "stopped")
     for name, value in embeddings(tmp_path / "stopped").items():

@@ -3,7 +3,7 @@
 import pytest
 import typed_papers
 import typed_shop
-from training import Stopped, Stopping, assert_same_run, planted, saved, stop_after
+from training import Interrupting, Stopped, Stopping, assert_same_run, planted, saved
 
 from gcnzc import prepare
 from gcnzc.graph.edge_split import EdgeShares
@@ -62,7 +62,7 @@ def graphs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_resumes_bit_for_bit_also_with_other_threads(case, graphs, tmp_path, monkeypatch):
+def test_a_run_resumes_bit_for_bit_also_with_other_threads(case, graphs, tmp_path):
     graph, options, end = CASES[case]
     config = TrainConfig(data=graphs[graph], **(SIZES | options), checkpoint_every_s=0)
     train(config, tmp_path / "whole")
@@ -70,10 +70,8 @@ def test_a_run_resumes_bit_for_bit_also_with_other_threads(case, graphs, tmp_pat
         with pytest.raises(Stopped):
             train(config, tmp_path / "cut", Stopping(*end))
     else:
-        with monkeypatch.context() as patch:
-            stop_after(end, patch)
-            with pytest.raises(Interrupted):
-                train(config, tmp_path / "cut")
+        with pytest.raises(Interrupted):
+            train(config, tmp_path / "cut", callbacks=[Interrupting(end)])
     assert saved(tmp_path / "cut")["loader"]["position"] > 0
     train(config.replace(resume=tmp_path / "cut", threads=3), tmp_path / "cut")
     assert_same_run(tmp_path / "cut", tmp_path / "whole")

@@ -337,6 +337,6 @@ def test_a_second_run_in_the_same_process_is_refused(config, tmp_path):
 def test_a_run_without_an_average_says_so(config, tmp_path):
     swa = config.replace(average="swa", epochs=40, lr=0.05)
     train(swa.replace(patience=1), tmp_path / "patience", out := Listener())
-    assert "from epoch 31 on, and the run ended after epoch" in out.said[-1]
+    assert "from epoch 31 on, and the run ended after epoch" in "".join(out.said)
     train(swa.replace(epochs=2, average="swa:start=0"), tmp_path / "all", out := Listener())
     assert "averages the weights" not in "".join(out.said)
