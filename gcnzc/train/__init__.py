@@ -7,10 +7,9 @@ from gcnzc._lazy import lazy_attributes
 if TYPE_CHECKING:
     from gcnzc.train.callbacks import Callback
     from gcnzc.train.config import EvaluateConfig, TrainConfig
-    from gcnzc.train.embedding import embed_nodes
     from gcnzc.train.errors import StopTraining
     from gcnzc.train.evaluation import evaluate
-    from gcnzc.train.prediction import predict, predict_links
+    from gcnzc.train.prediction import embed_nodes, predict, predict_links
     from gcnzc.train.repeated_runs import train_runs
     from gcnzc.train.run import train
 
@@ -33,9 +32,8 @@ __getattr__, __dir__ = lazy_attributes(
         "gcnzc.train.callbacks": ("Callback",),
         "gcnzc.train.errors": ("StopTraining",),
         "gcnzc.train.config": ("EvaluateConfig", "TrainConfig"),
-        "gcnzc.train.embedding": ("embed_nodes",),
         "gcnzc.train.evaluation": ("evaluate",),
-        "gcnzc.train.prediction": ("predict", "predict_links"),
+        "gcnzc.train.prediction": ("embed_nodes", "predict", "predict_links"),
         "gcnzc.train.repeated_runs": ("train_runs",),
         "gcnzc.train.run": ("train",),
     },

@@ -28,7 +28,6 @@ from gcnzc.train import checkpoint, record
 from gcnzc.train.callbacks import Callback
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import EpochStats, Statistics, sum_stats
-from gcnzc.train.evaluation import BEST_KEYS
 from gcnzc.train.graph_files import check_files, describe_files
 from gcnzc.train.mixed_seed import mixed_seed
 from gcnzc.train.options import rows
@@ -48,6 +47,7 @@ from gcnzc.train.schema import write_schema
 from gcnzc.train.seed_parts import find_parts
 from gcnzc.train.signals import STOP
 from gcnzc.train.state import Run
+from gcnzc.train.trained import BEST_KEYS
 from gcnzc.train.values import shown
 from gcnzc.train.worker_state import AVERAGE, FOLDER, WorkerStates
 

@@ -1,12 +1,14 @@
 """Write the best model of a run as a program that torch runs without gcnzc.
 
 The .pt2 file also has a JSON object, `gcnzc.json`, which says what the program reads and returns.
+Embeddings of node types without features are in a second file beside the program.
 """
 
 import copy
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,21 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from gcnzc._files import replacing
-from gcnzc.features.table import FeatureTable
 from gcnzc.models.export import export_arguments, export_model, needs_degrees
+from gcnzc.models.hetero import HeteroModel
+from gcnzc.models.hetero.export import (
+    export_hetero_model,
+    hetero_export_arguments,
+    list_program_types,
+)
 from gcnzc.models.stack import Model
+from gcnzc.sampling.hetero import build_hetero_blocks
 from gcnzc.sampling.neighbor import Sampler
-from gcnzc.train.hetero.prediction import TrainedHeteroModel
-from gcnzc.train.prediction import TrainedModel, feature_rows
+from gcnzc.system.array_file import write_arrays
+from gcnzc.train.hetero.encoder import build_hetero_sampler
+from gcnzc.train.hetero.inference import with_embeddings
+from gcnzc.train.prediction import time_after_all
+from gcnzc.train.trained import Trained
 
 # `examples/serve_exported.py` and other readers of the .pt2 file find the description by its name
 DESCRIPTION = "gcnzc.json"
@@ -33,56 +44,84 @@ CHECKED_NODES = 256
 TOLERANCE = 1e-3
 
 
-def export_run(loaded: TrainedModel, path: Path) -> dict[str, Any]:
+def export_run(trained: Trained, path: Path) -> dict[str, Any]:
     """Export the best model of a run, compare it with the model on two minibatches, and write it.
 
     In link prediction, the encoder is exported, whose outputs are the decoder's inputs.
 
     Args:
-        loaded: the model, with a graph to compare on; it is not changed.
-        path: .pt2 file, which is written atomically.
+        trained: the model, with a graph to compare on; it is not changed.
+        path: .pt2 file, which is written atomically. Embeddings are written to a file of the same
+            name with the suffix .embeddings.npz; after an error, both previous files remain.
 
     Returns:
-        The description in the file: `model`, `task`, `in_features`, `label_columns` (those of
-        `in_features` that are labels), `outputs`, `num_tasks` (label columns; 1 for classes),
-        `fanouts` (of the training), `needs_degrees`, `classes` (names, or None), and
+        The description in the file: `model`, `task`, `outputs`, `num_tasks` (label columns; 1 for
+        classes), `fanouts` (of the training), `classes` (names, or None), `in_features`, and
         `largest_difference` of the compared outputs.
+
+        Of graphs of one type: `label_columns` (those of `in_features` that are labels), and
+        `needs_degrees`.
+
+        Of heterogeneous graphs: `node_types` and `edge_types` of the graph, `in_features` by node
+        type, `arguments` (the types of the arguments, see
+        `gcnzc.models.hetero.export.ProgramTypes`), `output_types` (node types of the outputs),
+        `temporal` and `times` (options of the run), and `embeddings` (`file` and the `node_types`
+        in it, or None).
 
     Raises:
         RuntimeError: the outputs of the program differ from those of the model.
         OSError: the disk is full or may not be written.
     """
-    encoder: Model = copy_encoder(loaded)
-    program = export_model(encoder)
-    with feature_rows(loaded) as table:
-        difference = compare_outputs(program, encoder, _minibatches(encoder, loaded, table))
+    encoder, config, schema = (
+        copy.deepcopy(trained.encoder).cpu().eval(),
+        trained.config,
+        trained.schema,
+    )
+    tables = path.with_suffix(".embeddings.npz")
+    if trained.is_hetero:
+        program, minibatches = export_hetero_model(encoder), _typed_minibatches(encoder, trained)
+        own = _describe_types(encoder, trained, tables.name)
+    else:
+        program, minibatches = export_model(encoder), _minibatches(encoder, trained)
+        own = {
+            "in_features": encoder.in_features,
+            "label_columns": schema.num_outputs if config.graph.label_inputs else 0,
+            "needs_degrees": needs_degrees(encoder),
+        }
     description = {
-        **describe_run(loaded, encoder),
-        "in_features": encoder.in_features,
-        "label_columns": loaded.schema.num_outputs if loaded.config.graph.label_inputs else 0,
-        "needs_degrees": needs_degrees(encoder),
-        "largest_difference": difference,
+        "model": config.model.model.name,
+        "task": config.graph.task.name,
+        "outputs": encoder.out_features,
+        "num_tasks": schema.num_label_columns,
+        "fanouts": list(config.loading.fanouts),
+        "classes": None if schema.classes is None else list(map(str, schema.classes)),
+        **own,
+        "largest_difference": compare_outputs(program, encoder, minibatches),
     }
-    write_program(program, description, path)
+    with ExitStack() as stack:
+        if trained.embeddings:
+            # an error in writing the program also removes the embeddings
+            partial = stack.enter_context(replacing(tables))
+            rows = {name: table.rows.numpy() for name, table in trained.embeddings.items()}
+            write_arrays(partial, rows, {"epoch": trained.epoch})
+        write_program(program, description, path)
     return description
 
 
-def copy_encoder(loaded: TrainedModel | TrainedHeteroModel) -> Any:
-    """Return a copy of the encoder of a loaded model, on the CPU and in evaluation mode."""
-    encoder = loaded.model.encoder if loaded.config.graph.task.name == "link" else loaded.model
-    return copy.deepcopy(encoder).cpu().eval()
-
-
-def describe_run(loaded: TrainedModel | TrainedHeteroModel, encoder: Any) -> dict[str, Any]:
-    """Return the part of a description that is the same for graphs of one and of several types."""
-    schema = loaded.schema
+def _describe_types(encoder: HeteroModel, trained: Trained, file: str) -> dict[str, Any]:
+    """Return the part of a description that is for heterogeneous graphs only."""
+    types, graph = list_program_types(encoder), trained.config.graph
+    node_types, edge_types = trained.data.graph.metadata()
+    names = list(trained.embeddings)
     return {
-        "model": loaded.config.model.model.name,
-        "task": loaded.config.graph.task.name,
-        "outputs": encoder.out_features,
-        "num_tasks": schema.num_label_columns,
-        "fanouts": list(loaded.config.loading.fanouts),
-        "classes": None if schema.classes is None else list(map(str, schema.classes)),
+        "node_types": node_types,
+        "edge_types": list(map(list, edge_types)),
+        "in_features": {name: encoder.in_features[name] for name in types.x},
+        "arguments": types._asdict(),
+        "output_types": list(encoder.targets),
+        "temporal": graph.temporal.name,
+        "times": graph.time_kind,
+        "embeddings": {"file": file, "node_types": names} if names else None,
     }
 
 
@@ -144,14 +183,30 @@ def _by_type(outputs: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
     return {"": outputs} if isinstance(outputs, Tensor) else outputs
 
 
-def _minibatches(
-    encoder: Model, loaded: TrainedModel, table: FeatureTable
-) -> Iterator[tuple[Any, Any]]:
+def _minibatches(encoder: Model, trained: Trained) -> Iterator[tuple[Any, Any]]:
     """Yield the arguments of the model and of its program for several minibatches."""
-    graph = loaded.data.graph
-    sampler = Sampler(graph, loaded.config.loading.fanouts, loaded.config.loading.seed)
-    # their sizes differ
-    for count in (1, min(CHECKED_NODES, graph.num_nodes)):
-        batch = sampler.sample(torch.arange(count), epoch=0)
-        x = table.gather(batch.nodes.to(table.device)).cpu()
-        yield (batch.blocks, x), export_arguments(encoder, batch, x)
+    graph, loading = trained.graph, trained.config.loading
+    sampler = Sampler(graph, loading.fanouts, loading.seed)
+    with trained.open_features() as table:
+        # their sizes differ
+        for count in (1, min(CHECKED_NODES, graph.num_nodes)):
+            batch = sampler.sample(torch.arange(count), epoch=0)
+            x = table.gather(batch.nodes.to(table.device)).cpu()
+            yield (batch.blocks, x), export_arguments(encoder, batch, x)
+
+
+def _typed_minibatches(encoder: HeteroModel, trained: Trained) -> Iterator[tuple[Any, Any]]:
+    """As `_minibatches`, of a heterogeneous graph."""
+    config, graph = trained.config, trained.graph
+    sampler = build_hetero_sampler(config, graph, config.loading.fanouts)
+    tables = trained.data.table.tables
+    for count in (1, CHECKED_NODES):
+        seeds = {name: torch.arange(min(count, graph.num_nodes(name))) for name in encoder.targets}
+        times = None
+        if config.graph.is_temporal:
+            times = torch.full((sum(map(len, seeds.values())),), time_after_all(graph))
+        batch = sampler.sample(seeds, epoch=0, seed_times=times)
+        batch.blocks = build_hetero_blocks(batch)
+        batch.x = {name: table.gather(batch.nodes[name]) for name, table in tables.items()}
+        x = with_embeddings(batch, trained.embeddings)
+        yield (batch.blocks, x), hetero_export_arguments(encoder, batch.blocks, x)

@@ -8,6 +8,7 @@ from gcnzc.graph.dataset import Dataset
 from gcnzc.loader.full_batch import FullBatchLoader
 from gcnzc.models.stack import Model, parameter_dtype
 from gcnzc.train.config import TrainConfig
+from gcnzc.train.inference import evaluation_mode
 
 # A pass over the whole graph needs more memory than a training step if the training nodes depend
 # on few nodes. It is used if the graph has at most MAX_NODES_FACTOR times as many nodes as a step,
@@ -78,11 +79,7 @@ def compute_logits(model: Model, loader: FullBatchLoader, nodes: Tensor) -> Tens
     Returns:
         (M, classes) on the host.
     """
-    batch, was_training = loader.batch, model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            logits: Tensor = model(batch.blocks, batch.x)
-            return logits[nodes.to(logits.device)].cpu()
-    finally:
-        model.train(was_training)
+    batch = loader.batch
+    with evaluation_mode(model):
+        logits: Tensor = model(batch.blocks, batch.x)
+        return logits[nodes.to(logits.device)].cpu()

@@ -9,15 +9,16 @@ Notation: N nodes, M requested nodes.
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gcnzc.exchange import Group
 from gcnzc.exchange.long_work import joint_work
@@ -294,14 +295,21 @@ def _identity_of(given: _Arguments) -> Mapping[str, Any]:
 
 
 def _compute(given: _Arguments, scratch: Scratch | None) -> Tensor:
-    was_training = given.model.training
-    given.model.eval()
+    # rows are stored in the dtype of the model
+    with evaluation_mode(given.model), torch.autocast(given.device.type, enabled=False):
+        return _Computation(given, scratch).outputs()
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Compute without gradients and in evaluation mode; the model's mode is restored afterwards."""
+    was_training = model.training
+    model.eval()
     try:
-        # rows are stored in the dtype of the model
-        with torch.no_grad(), torch.autocast(given.device.type, enabled=False):
-            return _Computation(given, scratch).outputs()
+        with torch.no_grad():
+            yield
     finally:
-        given.model.train(was_training)
+        model.train(was_training)
 
 
 class _Computation:

@@ -17,9 +17,9 @@ from gcnzc.system.malloc import freed_memory
 from gcnzc.train.accumulation import Accumulation
 from gcnzc.train.callbacks import Callback, Hooks
 from gcnzc.train.errors import Interrupted, StopTraining
-from gcnzc.train.evaluation import flatten_scores
 from gcnzc.train.signals import STOP
 from gcnzc.train.state import Output, Run
+from gcnzc.train.tasks.base import flatten_scores
 
 
 def fit(run: Run, callbacks: Sequence[Callback]) -> None:

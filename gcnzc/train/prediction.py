@@ -1,112 +1,95 @@
-"""Predict classes of nodes and scores of pairs of nodes with the best model of a run.
+"""Predict classes of nodes and scores of pairs of nodes, and compute embeddings of nodes.
 
-Notation: M nodes or pairs, C outputs of the model.
+The best model of a run computes them. Notation: N nodes of the graph, or of one type in a
+heterogeneous graph; M nodes or pairs; C outputs of the model; D output columns of a layer.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gcnzc.datasets.names import as_integers
 from gcnzc.datasets.numbering import KnownNodes
 from gcnzc.datasets.source import SPLITS
-from gcnzc.exchange import Group
-from gcnzc.features.table import FeatureTable
-from gcnzc.graph.dataset import Dataset
-from gcnzc.graph.load import load
-from gcnzc.models.link import LinkModel
-from gcnzc.models.stack import Model
-from gcnzc.train.build import build_encoder
-from gcnzc.train.config import TrainConfig
-from gcnzc.train.evaluation import check_features, graph_of_run, load_best
-from gcnzc.train.hetero.data import HeteroDataset
-from gcnzc.train.hetero.prediction import (
-    TrainedHeteroModel,
-    check_prediction_options,
-    load_hetero_model,
-    predict_hetero_nodes,
-    predict_hetero_pairs,
-)
-from gcnzc.train.inference import inference
-from gcnzc.train.label_inputs import LabelInputs, append_labels
-from gcnzc.train.layerwise.scratch import remove_scratch
-from gcnzc.train.prediction_outputs import (
-    Array,
-    LinkPredictions,
-    NodePredictions,
-    build_predictions,
-    check_finite,
-    check_pairs,
-    check_task,
-    node_indices,
-)
+from gcnzc.graph.hetero.graph import HeteroGraph
+from gcnzc.graph.hetero.times import as_times, describe_wrong_time, parse_times
+from gcnzc.loader.hetero_loader import HeteroLoader
+from gcnzc.models.hetero import HeteroModel
+from gcnzc.sampling.hetero import HeteroBatch
+from gcnzc.sampling.hetero_link import HeteroLinkSampler
+from gcnzc.train.config import check_fanouts
+from gcnzc.train.hetero.encoder import build_hetero_sampler, choose_fanouts
+from gcnzc.train.hetero.inference import hetero_outputs, with_embeddings
 from gcnzc.train.progress import NullReporter, Reporter
-from gcnzc.train.run_folder import read_config
-from gcnzc.train.schema import Schema, check_names, read_schema
-from gcnzc.train.setup import choose_device, feature_table
-from gcnzc.train.tasks.link import build_link_model
+from gcnzc.train.trained import Array, Trained, open_trained
+
+# outputs are checked in chunks of rows: they may be mapped from a file larger than the memory
+CHECKED_ROWS = 1 << 16
+
+# pairs of a minibatch: each pair has two seeds
+SAMPLED_PAIRS, WHOLE_PAIRS = 1024, 256
 
 
 @dataclass(frozen=True)
-class TrainedModel:
-    """The best model of a run, with a graph to predict on."""
+class NodePredictions:
+    """Predictions for nodes.
 
-    model: Any
-    config: TrainConfig
-    schema: Schema
-    data: Dataset
-    device: torch.device
-    epoch: int  # from 1
-
-    @cached_property
-    def node_index(self) -> KnownNodes:
-        """The ids of the nodes of the graph."""
-        return KnownNodes(self.data.node_ids, self.data.graph.num_nodes)
-
-    @property
-    def end_indices(self) -> tuple[KnownNodes, KnownNodes]:
-        """The ids of the nodes that are sources of pairs, and of those that are targets."""
-        return self.node_index, self.node_index
-
-
-def load_model(
-    run: Path, source: Path | None = None, device: str = "auto"
-) -> TrainedModel | TrainedHeteroModel:
-    """Load the best model of a run, and a graph.
-
-    Args:
-        run: the run folder.
-        source: the folder of the graph; None for that of the run.
-        device: `auto`, `cpu` or `cuda`.
-
-    Raises:
-        FileNotFoundError: the folder has no run, or there is no graph.
-        ValueError: the graph does not fit the model.
+    Attributes:
+        nodes: (M,) ids of the nodes: those of the graph's source if they were mapped, such as the
+            primary keys of a table, int64 or str; otherwise the int64 node indices (0 to N - 1).
+        classes: (M,) predicted classes, int64, or str if the classes have names; for multi-label
+            models, (M, C) int64 zeros and ones.
+        probabilities: (M, C) float32 class probabilities; for multi-label models, the probability
+            of label 1.
+        columns: C names of the columns of `probabilities`.
+        epoch: the model's, from 1.
     """
-    trained = read_config(run)
-    if trained.model.is_hetero:
-        return load_hetero_model(run, trained, source, device)
-    source = source or graph_of_run(run, trained)
-    schema = read_schema(run)
-    data = load(source, allow_nan=trained.graph.allow_nan)
-    check_names(schema, data, source)
-    check_features(data, source)
-    model: Model | LinkModel
-    if trained.graph.task.name == "link":
-        model = build_link_model(trained, data)
-    else:
-        label_columns = schema.num_outputs if trained.graph.label_inputs else 0
-        model = build_encoder(trained, data, schema.num_outputs, label_columns)
-    chosen = choose_device(device)
-    best = load_best(model.to(chosen), run, source, trained.graph.data)
-    return TrainedModel(model, trained, schema, data, chosen, best["epoch"] + 1)
+
+    nodes: Array
+    classes: Array
+    probabilities: Array
+    columns: list[str]
+    epoch: int
+
+
+@dataclass(frozen=True)
+class LinkPredictions:
+    """Predictions for pairs of nodes.
+
+    Attributes:
+        sources: (M,) ids, as `NodePredictions.nodes`.
+        targets: (M,) ids.
+        scores: (M,) float32 logits: a larger score means that an edge is more likely.
+        epoch: the model's, from 1.
+    """
+
+    sources: Array
+    targets: Array
+    scores: Array
+    epoch: int
+
+
+@dataclass(frozen=True)
+class NodeEmbeddings:
+    """Outputs of a layer for all nodes.
+
+    Attributes:
+        nodes: (N,) ids of the nodes, see `NodePredictions`.
+        rows: (N, D) float32; read-only if a scratch folder was given.
+        layer: number of the layer, from 1; None for the output of the whole model.
+        epoch: the model's, from 1.
+        node_type: of the nodes of a heterogeneous graph; otherwise None.
+    """
+
+    nodes: Array
+    rows: Array
+    layer: int | None
+    epoch: int
+    node_type: str | None = None
 
 
 def predict(
@@ -159,16 +142,17 @@ def predict(
 
         OSError: the disk of the scratch folder is full.
     """
-    loaded = load_model(Path(run), None if data is None else Path(data), device)
-    check_task(loaded.config.graph.task.name, has_pairs=False)
+    trained = open_trained(Path(run), data, device)
+    check_task(trained, has_pairs=False)
     indices: Array | None = None
     if isinstance(nodes, str):
-        indices = None if nodes == "all" else split_indices(loaded.data, nodes)
+        indices = None if nodes == "all" else split_indices(trained, nodes)
     elif nodes is not None:
-        indices = node_indices(loaded.node_index, nodes, loaded.data.folder)
-    folder = None if scratch is None else Path(scratch)
+        indices = find_nodes(trained.target_index, nodes, "nodes")
     reporter = reporter or NullReporter()
-    return predict_nodes(loaded, indices, reporter, folder, memory, fanouts=fanouts)
+    return predict_nodes(
+        trained, indices, reporter, fanouts=fanouts, scratch=scratch, memory=memory
+    )
 
 
 def predict_links(
@@ -222,166 +206,429 @@ def predict_links(
 
         OSError: the disk of the scratch folder is full.
     """
-    loaded = load_model(Path(run), None if data is None else Path(data), device)
-    check_task(loaded.config.graph.task.name, has_pairs=True)
-    if len(pairs) != 2:
+    trained = open_trained(Path(run), data, device)
+    check_task(trained, has_pairs=True)
+    if len(pairs) != 2 or len(pairs[0]) != len(pairs[1]):
         raise ValueError(
-            f"pairs has the length {len(pairs)}\n\nhint: pairs are (2, M) ids: sources, targets"
+            f"pairs have the lengths {', '.join(str(len(ids)) for ids in pairs)}\n\n"
+            "hint: pairs are (2, M) ids: sources, targets"
         )
     sources, targets = (
-        node_indices(known, ids, loaded.data.folder)
-        for known, ids in zip(loaded.end_indices, pairs, strict=True)
+        find_nodes(known, ids, "pairs")
+        for known, ids in zip(trained.end_indices, pairs, strict=True)
     )
-    folder = None if scratch is None else Path(scratch)
-    reporter = reporter or NullReporter()
     return predict_pairs(
-        loaded, sources, targets, reporter, folder, memory, times=times, fanouts=fanouts
+        trained,
+        sources,
+        targets,
+        reporter or NullReporter(),
+        times=times,
+        fanouts=fanouts,
+        scratch=scratch,
+        memory=memory,
+    )
+
+
+def embed_nodes(
+    run: str | Path,
+    data: str | Path | None = None,
+    *,
+    node_type: str | None = None,
+    layer: int | None = None,
+    time: Any = None,
+    fanouts: Sequence[int] | None = None,
+    device: str = "auto",
+    scratch: str | Path | None = None,
+    memory: int | None = None,
+    reporter: Reporter | None = None,
+) -> NodeEmbeddings:
+    """Compute the output of a layer for all nodes with the best model of a run.
+
+    Args:
+        run: the run folder.
+        data: a graph with the same features, which may have other nodes and no labels; None for
+            that of the run.
+        node_type: heterogeneous graphs: type of the nodes. None for the type that the model
+            classifies, or that both ends of the predicted edges have.
+        layer: number of the layer, from 1; its output is taken as the next layer receives it.
+            None for the last hidden layer, or in link prediction for the rows from which the scores
+            are computed.
+        time: temporal runs on heterogeneous graphs: time of all nodes, an integer in the unit of
+            the graph's times; or a date, if `graph.time_unit` is set. Neighbours are not later; in
+            link prediction they are earlier. Default: the times of the nodes; in link prediction,
+            or if nodes have no times, later than all nodes and edges.
+        fanouts: heterogeneous graphs: see `predict`.
+        device: `auto`, `cpu` or `cuda`.
+        scratch, memory: see `gcnzc.inference`; not for heterogeneous graphs.
+        reporter: shows the progress; None shows nothing.
+
+    Returns:
+        The ids of all N nodes, and their rows, (N, D) float32.
+
+    Raises:
+        FileNotFoundError: the folder has no run, or there is no graph.
+        TypeError: `layer` or `memory` is not an integer.
+        ValueError: the graph does not fit the model, there is no such layer or node type, an output
+            is not finite, `memory` is below 2**20 or given without `scratch`, or the scratch folder
+            has rows of another computation.
+        OSError: the disk of the scratch folder is full.
+    """
+    trained = open_trained(Path(run), data, device)
+    return embed(
+        trained,
+        reporter or NullReporter(),
+        layer,
+        node_type=node_type,
+        time=time,
+        fanouts=fanouts,
+        scratch=scratch,
+        memory=memory,
     )
 
 
 def predict_nodes(
-    loaded: TrainedModel | TrainedHeteroModel,
-    nodes: Array | None,
-    reporter: Reporter,
-    scratch: Path | None = None,
-    memory: int | None = None,
-    *,
-    fanouts: Sequence[int] | None = None,
+    trained: Trained, nodes: Array | None, reporter: Reporter, **how: Any
 ) -> NodePredictions:
-    """Predict the classes of nodes with a loaded model, see `predict`.
+    """Predict the classes of nodes with an open model, see `predict`.
 
     Args:
-        loaded: the model, and the graph of N nodes.
+        trained: a model of node classification, and the graph of N nodes.
         nodes: (M,) int64 node indices (0 to N - 1); None for all nodes.
         reporter: shows the progress.
-        scratch, memory: see `gcnzc.inference`.
-        fanouts: see `predict`.
+        how: `fanouts`, `scratch` and `memory` of `predict`.
     """
-    check_task(loaded.config.graph.task.name, has_pairs=False)
-    if isinstance(loaded, TrainedHeteroModel):
-        check_prediction_options(loaded, scratch, memory, fanouts)
-        return predict_hetero_nodes(loaded, nodes, reporter, fanouts)
-    reject_hetero_options(fanouts=fanouts)
-    with feature_rows(loaded) as table:
-        logits = _outputs(loaded, loaded.model, table, nodes, reporter, scratch, memory)
-    return build_predictions(logits, get_node_ids(loaded.data, nodes), loaded.schema, loaded.epoch)
+    _check_options(trained, **how)
+    target = trained.data.target if trained.is_hetero else ""
+    logits = trained.outputs(reporter, "predict", nodes=nodes, node_type=target, **how)
+    check_finite(logits)
+    schema, ids = trained.schema, trained.node_ids(nodes, target)
+    if schema.is_multi_label:
+        probabilities = logits.sigmoid()
+        classes: Array = (logits > 0).long().numpy()
+    else:
+        probabilities = logits.softmax(dim=1)
+        classes = logits.argmax(dim=1).numpy()
+        if schema.classes is not None:
+            classes = np.array(schema.classes, dtype=str)[classes]
+    columns = list(map(str, schema.classes or range(schema.num_outputs)))
+    return NodePredictions(ids, classes, probabilities.numpy(), columns, trained.epoch)
 
 
 def predict_pairs(
-    loaded: TrainedModel | TrainedHeteroModel,
+    trained: Trained,
     sources: Array,
     targets: Array,
     reporter: Reporter,
-    scratch: Path | None = None,
-    memory: int | None = None,
     *,
     times: Any = None,
-    fanouts: Sequence[int] | None = None,
+    **how: Any,
 ) -> LinkPredictions:
-    """Predict the scores of pairs of nodes with a loaded model, see `predict_links`.
+    """Predict the scores of pairs of nodes with an open model, see `predict_links`.
 
     Args:
-        loaded: the model, and the graph of N nodes.
+        trained: a model of link prediction, and the graph of N nodes.
         sources, targets: (M,) int64 node indices (0 to N - 1).
         reporter: shows the progress.
-        scratch, memory: see `gcnzc.inference`.
-        times, fanouts: see `predict_links`.
+        times: see `predict_links`.
+        how: `fanouts`, `scratch` and `memory` of `predict_links`.
     """
-    check_task(loaded.config.graph.task.name, has_pairs=True)
-    check_pairs(sources, targets)
-    if isinstance(loaded, TrainedHeteroModel):
-        check_prediction_options(loaded, scratch, memory, fanouts)
-        return predict_hetero_pairs(loaded, sources, targets, reporter, times, fanouts)
-    reject_hetero_options(times=times, fanouts=fanouts)
-    nodes, places = np.unique(np.concatenate([sources, targets]), return_inverse=True)
-    with feature_rows(loaded) as table:
-        encoder = loaded.model.encoder
-        rows = _outputs(loaded, encoder, table, nodes, reporter, scratch, memory)
-    ends = torch.from_numpy(places.reshape(2, -1))
-    scores = loaded.model.scores(rows, ends[0], ends[1])
+    _check_options(trained, times=times, **how)
+    if trained.is_hetero:
+        scores = _score_typed_pairs(trained, sources, targets, reporter, times, how.get("fanouts"))
+    else:
+        nodes, places = np.unique(np.concatenate([sources, targets]), return_inverse=True)
+        rows = trained.outputs(reporter, "predict", nodes=nodes, **how)
+        ends = torch.from_numpy(places.reshape(2, -1))
+        scores = trained.model.scores(rows, ends[0], ends[1])
     check_finite(scores)
-    ids = [get_node_ids(loaded.data, nodes) for nodes in (sources, targets)]
-    return LinkPredictions(ids[0], ids[1], scores.numpy(), loaded.epoch)
+    ids = (
+        trained.node_ids(own, node_type)
+        for own, node_type in zip((sources, targets), trained.end_types, strict=True)
+    )
+    return LinkPredictions(*ids, scores.numpy(), trained.epoch)
 
 
-@contextmanager
-def feature_rows(loaded: TrainedModel) -> Iterator[FeatureTable]:
-    """The features that the model reads, until the end of the `with`."""
-    where = loaded.config.loading.features.name
-    labels = None
-    if loaded.config.graph.label_inputs:
-        schema = loaded.schema
-        labels = LabelInputs(loaded.data, schema.num_outputs, schema.is_multi_label)
-    with feature_table(loaded.data, where, loaded.device, Group()) as table:
-        yield append_labels(table, labels)
-
-
-def _outputs(
-    loaded: TrainedModel,
-    encoder: Model,
-    table: FeatureTable,
-    indices: Array | None,
+def _score_typed_pairs(
+    trained: Trained,
+    sources: Array,
+    targets: Array,
     reporter: Reporter,
-    scratch: Path | None,
-    memory: int | None,
+    times: Any,
+    fanouts: Sequence[int] | None,
 ) -> Tensor:
-    """Return the (M, C) outputs of nodes, which may be given several times."""
-    with reporter.task("predict") as bar:
-        return inference(
-            encoder,
-            loaded.data.graph,
-            table,
-            loaded.device,
-            nodes=indices,
-            progress=bar,
-            scratch=scratch,
-            memory=memory,
+    """Return the (M,) scores of pairs in a heterogeneous graph, from their own neighbourhoods."""
+    if not len(sources):
+        return torch.empty(0)
+    config, graph = trained.config, trained.graph
+    if config.graph.is_temporal and times is None:
+        times = time_after_all(graph)
+    if times is not None and np.ndim(times) == 0:
+        times = np.full(len(sources), _convert_time(graph, times))
+    sampler = HeteroLinkSampler(
+        build_hetero_sampler(config, graph, choose_fanouts(fanouts, config.layers)),
+        trained.data.edge_type,
+        np.stack([sources, targets]),
+        times=times,
+        num_negatives=0,
+        strict=False,
+        exclude="none",
+        seed=config.loading.seed,
+    )
+
+    def compute(model: nn.Module, batch: HeteroBatch) -> Tensor:
+        x = with_embeddings(batch, trained.embeddings)
+        logits: Tensor = model(batch.blocks, x, batch.pairs)
+        return logits[:, None]
+
+    with trained.open_features() as table, reporter.task("predict") as bar:
+        loader = HeteroLoader(
+            sampler,
+            None,
+            WHOLE_PAIRS if fanouts is None else SAMPLED_PAIRS,
+            tables=table.tables,
+            device=trained.device,
+            threads=config.loading.threads or None,
+        )
+        return hetero_outputs(trained.model, loader, compute, 1, bar)[:, 0]
+
+
+def embed(
+    trained: Trained,
+    reporter: Reporter,
+    layer: int | None = None,
+    *,
+    node_type: str | None = None,
+    time: Any = None,
+    **how: Any,
+) -> NodeEmbeddings:
+    """Compute the output of a layer with an open model, see `embed_nodes`.
+
+    Args:
+        trained: the model and the graph.
+        reporter: shows the progress.
+        layer, node_type, time: see `embed_nodes`.
+        how: `fanouts`, `scratch` and `memory` of `embed_nodes`.
+    """
+    _check_options(trained, node_type=node_type, time=time, **how)
+    encoder, own_type = trained.encoder, ""
+    has_linear = not trained.is_hetero and encoder.output_linear is not None
+    if trained.is_hetero:
+        own_type, has_linear = _choose_type(trained, node_type), bool(encoder.output_linears)
+    is_whole = trained.is_link and (not trained.is_hetero or own_type in encoder.targets)
+    if layer is None and not is_whole:
+        # the last layer computes the outputs, unless a linear layer follows it
+        layer = len(encoder.layers) - (not has_linear)
+        if layer == 0:
+            raise ValueError(
+                "the model has no hidden layer: its only layer computes the outputs\n\n"
+                "hint: --layer 1 (in Python layer=1) returns the outputs"
+            )
+    if trained.is_hetero:
+        if layer is not None:
+            _check_layer(encoder, layer, own_type)
+        how["times"] = _times(trained, own_type, time)
+    rows = trained.outputs(reporter, "embed", node_type=own_type, layer=layer, **how)
+    check_finite(rows)
+    ids = trained.node_ids(node_type=own_type)
+    return NodeEmbeddings(ids, rows.numpy(), layer, trained.epoch, own_type or None)
+
+
+def _choose_type(trained: Trained, node_type: str | None) -> str:
+    """Return the type of the nodes that are embedded."""
+    targets, node_types = trained.encoder.targets, trained.data.graph.node_types
+    if node_type is None and len(targets) > 1:
+        raise ValueError(
+            f"the model has embeddings of the node types {', '.join(targets)}\n\n"
+            f"hint: --node-type {' or '.join(targets)} (in Python `node_type`)"
+        )
+    chosen: str = targets[0] if node_type is None else node_type
+    if chosen not in node_types:
+        raise ValueError(
+            f"there is no node type {node_type!r:.100}\n\n"
+            f"hint: the node types are {', '.join(node_types)}"
+        )
+    return chosen
+
+
+def _check_layer(encoder: HeteroModel, layer: int, node_type: str) -> None:
+    """Check that a layer exists, and computes a node type."""
+    num_layers = len(encoder.layers)
+    if not 1 <= layer <= num_layers:
+        raise ValueError(
+            f"layer {layer} of a model of {num_layers} layers\n\n"
+            f"hint: layers are numbered from 1 to {num_layers}"
+        )
+    computed = encoder.layer_types(layer)
+    if node_type in computed:
+        return
+    others = [n for n in range(1, num_layers + 1) if node_type in encoder.layer_types(n)]
+    remedy = f"it computes {', '.join(computed)}"
+    if others:
+        remedy += f"; --layer {' or '.join(map(str, others))} computes {node_type}"
+    raise ValueError(
+        f"layer {layer} does not compute nodes of type {node_type!r}, on which no output depends"
+        f"\n\nhint: {remedy}"
+    )
+
+
+def _times(trained: Trained, node_type: str, time: Any) -> Tensor | None:
+    """Return the time of each node, up to which its neighbours are read; None for their own."""
+    graph, is_link = trained.graph, trained.is_link
+    if not trained.config.graph.is_temporal:
+        return None
+    if time is None:
+        if not is_link and graph.nodes(node_type).time is not None:
+            return None
+        time = time_after_all(graph)
+    else:
+        time = _convert_time(graph, time)
+    # neighbours of pairs are earlier than the pair, as in training
+    return torch.full((graph.num_nodes(node_type),), time - 1 if is_link else time)
+
+
+def time_after_all(graph: HeteroGraph) -> int:
+    """Return a time that is later than all nodes and edges of a graph; 0 without times."""
+    times = [graph.nodes(name).time for name in graph.node_types]
+    times += [graph.edges(each).time for each in graph.edge_types]
+    return 1 + max((int(own.max()) for own in times if own is not None and len(own)), default=-1)
+
+
+def _convert_time(graph: HeteroGraph, time: Any) -> int:
+    """Return a time, an integer or a date, as an integer in the unit of the graph's times."""
+    return int(as_times("time", [time], 1, graph.time_unit, is_limit=True))
+
+
+def parse_time(trained: Trained, text: str) -> int:
+    """Return the time that `--time` gives: an integer, or a date if the graph has a time unit.
+
+    Raises:
+        ValueError: the text is not a time or could be two times, see `parse_times`, or the run is
+            not temporal.
+    """
+    _check_options(trained, time=text)
+    unit = trained.data.graph.time_unit
+    times, wrong = parse_times([text], unit)
+    if wrong is not None:
+        raise describe_wrong_time(f"--time {text}", text, unit)
+    return int(times[0])
+
+
+def _check_options(
+    trained: Trained,
+    *,
+    fanouts: Sequence[int] | None = None,
+    scratch: str | Path | None = None,
+    memory: int | None = None,
+    **typed: Any,
+) -> None:
+    """Check the options of a computation; None means that an option is not given.
+
+    Args:
+        trained: the model and the graph.
+        fanouts, scratch, memory: see `predict`.
+        typed: the other options of heterogeneous graphs: `node_type`, `time`, `times`.
+
+    Raises:
+        ValueError: an option does not fit the graph, the model or the run.
+    """
+    if not trained.is_hetero:
+        for name, value in {"fanouts": fanouts, **typed}.items():
+            if value is not None:
+                # the command line has `--time`, one value for all pairs
+                option = f"--{'time' if name == 'times' else name}".replace("_", "-")
+                raise ValueError(
+                    f"{option} (in Python `{name}`) is given, and the model of the run is for "
+                    f"graphs of one node type\n\nhint: omit {option}, which is for heterogeneous "
+                    "graphs"
+                )
+        return
+    if scratch is not None or memory is not None:
+        raise ValueError(
+            "--scratch or --memory is given, but layer outputs of heterogeneous graphs are not "
+            "stored\n\n"
+            "hint: omit --scratch and --memory (in Python `scratch` and `memory`)"
+        )
+    has_time = any(typed.get(name) is not None for name in ("time", "times"))
+    if has_time and not trained.config.graph.is_temporal:
+        raise ValueError(
+            "a time is given, but the run has --temporal none, and reads neighbours of any time"
+            "\n\nhint: omit --time (in Python `time` or `times`)"
+        )
+    if fanouts is None:
+        return
+    check_fanouts(fanouts, "--fanouts")
+    if len(fanouts) != trained.config.layers:
+        raise ValueError(
+            f"{len(fanouts)} fanouts ({','.join(map(str, fanouts))}) for {trained.config.layers} "
+            "layers\n\nhint: give one number per layer, input layer first"
         )
 
 
-def reject_hetero_options(**given: object) -> None:
-    """Raise a ValueError if an option of heterogeneous graphs is given; None means not given."""
-    for name, value in given.items():
-        if value is not None:
-            # the command line has `--time`, one value for all pairs
-            option = f"--{'time' if name == 'times' else name}".replace("_", "-")
-            raise ValueError(
-                f"{option} (in Python `{name}`) is given, and the model of the run is for graphs "
-                f"of one node type\n\nhint: omit {option}, which is for heterogeneous graphs"
-            )
+def check_task(trained: Trained, *, has_pairs: bool) -> None:
+    """Raise a ValueError if a run does not predict what is asked."""
+    if trained.is_link and not has_pairs:
+        raise ValueError(
+            "this is a link-prediction run, and predicts scores of pairs\n\n"
+            "hint: --pairs FILE names the pairs (in Python predict_links); `gcnzc predict RUN "
+            "--embeddings --out FILE.npy` writes the embeddings of nodes"
+        )
+    if not trained.is_link and has_pairs:
+        raise ValueError(
+            "this is a node-classification run, and predicts classes of nodes\n\n"
+            "hint: omit --pairs (in Python use predict), or train with --task link"
+        )
 
 
-def delete_scratch(folder: Path | None) -> None:
-    """Delete a scratch folder whose rows are not needed any more; None is valid."""
-    if folder is not None:
-        remove_scratch(folder)
+def check_finite(outputs: Tensor) -> None:
+    """Raise a ValueError if an output is NaN or infinite."""
+    columns = outputs[:, None] if outputs.ndim == 1 else outputs
+    chunks = columns.split(CHECKED_ROWS)
+    wrong = sum(int((~torch.isfinite(chunk)).flatten(1).any(dim=1).sum()) for chunk in chunks)
+    if wrong:
+        raise ValueError(
+            f"{wrong:,} of {len(outputs):,} predictions are NaN or infinite\n\n"
+            "hint: check the features; `gcnzc info DATA --verify` reads all of them"
+        )
 
 
-def split_indices(data: Dataset | HeteroDataset, split: str) -> Array:
+def split_indices(trained: Trained, split: str) -> Array:
     """Return the (M,) int64 node indices (0 to N - 1) of a split.
 
     Raises:
         ValueError: there is no such split, or it has no nodes.
     """
+    data = trained.data
     if split not in SPLITS or not len(data.split.get(split, ())):
         raise ValueError(
             f"{data.name} has no {split} nodes\n\n"
             "hint: the splits are train, valid and test, as far as the graph has them; without "
             "nodes, all are predicted"
         )
-    return data.split[split].numpy()
+    indices: Array = data.split[split].numpy()
+    return indices
 
 
-def get_node_ids(data: Dataset, indices: Array | None) -> Array:
-    """Return the (M,) ids of nodes, int64 or str.
+def find_nodes(known: KnownNodes, ids: Any, source: str | Path) -> Array:
+    """Return the (M,) int64 node indices (0 to N - 1) of nodes, given their ids.
 
     Args:
-        data: the graph, with N nodes.
-        indices: (M,) int64 node indices (0 to N - 1); None for all nodes.
+        known: the nodes of the graph.
+        ids: (M,) ids: a tensor, an array or a list of integers or strings.
+        source: what has the ids, for messages.
+
+    Raises:
+        ValueError: an id is unknown.
     """
-    ids = data.node_ids
-    if ids is None:
-        return np.arange(data.graph.num_nodes) if indices is None else indices
-    integers = as_integers(ids)
-    values = np.array(ids, dtype=str) if integers is None else integers
-    return values if indices is None else values[indices]
+    values = ids.tolist() if isinstance(ids, Tensor | np.ndarray) else ids
+    texts = np.array([str(each) for each in values], object)
+    indices = known.numbers_of(texts)
+    wrong = np.flatnonzero(indices < 0)
+    if len(wrong):
+        raise ValueError(
+            f"{source}, row {wrong[0]}: no node has the id {texts[wrong[0]]!r}; there are "
+            f"{known.count or 0:,} nodes\n\n"
+            "hint: ids are those of the graph's source, see mapping/nodes.csv in its folder, or in "
+            "nodes/0 and the like for several node types; without that file they are the numbers "
+            "from 0"
+        )
+    return indices

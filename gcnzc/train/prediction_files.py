@@ -13,7 +13,8 @@ from gcnzc.datasets.parquet_tables import ParquetTable
 from gcnzc.datasets.table_graph import choose_ends, open_table
 from gcnzc.graph.hetero.times import as_times, describe_wrong_time, parse_times, to_dates
 from gcnzc.system import files
-from gcnzc.train.prediction_outputs import Array, LinkPredictions, NodePredictions
+from gcnzc.train.prediction import LinkPredictions, NodePredictions, find_nodes
+from gcnzc.train.trained import Array
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,7 +33,7 @@ def read_nodes(path: Path, known: KnownNodes) -> Array:
         ValueError: the file has no such column, or an id is unknown; the message names the line.
     """
     if path.suffix == ".npy":
-        return _of_array(path, _load_npy(path).reshape(-1), known)
+        return find_nodes(known, _load_npy(path).reshape(-1), path)
     table = open_table(path)
     names = {name.lower(): name for name in table.columns}
     found = next((names[name] for name in ID_NAMES if name in names), None)
@@ -64,15 +65,16 @@ def read_pairs(path: Path, known: tuple[KnownNodes, KnownNodes]) -> tuple[Array,
             raise ValueError(
                 f"{path} has the shape {array.shape}\n\nhint: pairs are (2, M): sources, targets"
             )
-        return _of_array(path, array[0], known[0]), _of_array(path, array[1], known[1])
+        return find_nodes(known[0], array[0], path), find_nodes(known[1], array[1], path)
     table = open_table(path)
     ends = choose_ends(table, where=path.name)
     if known[0] is known[1]:
+        # the file is read once
         sources, targets = read_numbers(table, ends, known[0])
-        return sources, targets
-    sources, targets = (
-        read_numbers(table, [column], own)[0] for column, own in zip(ends, known, strict=True)
-    )
+    else:
+        sources, targets = (
+            read_numbers(table, [column], own)[0] for column, own in zip(ends, known, strict=True)
+        )
     return sources, targets
 
 
@@ -129,18 +131,6 @@ def _load_npy(path: Path) -> Array:
             "numpy.flatnonzero(mask) turns a mask into ids"
         )
     return array
-
-
-def _of_array(path: Path, ids: Array, known: KnownNodes) -> Array:
-    texts = np.array([str(each) for each in ids.tolist()], object)
-    indices = known.numbers_of(texts)
-    wrong = np.flatnonzero(indices < 0)
-    if len(wrong):
-        raise ValueError(
-            f"{path}, row {wrong[0]}: no node has the id {texts[wrong[0]]!r}; there are "
-            f"{known.count or 0:,} nodes\n\nhint: ids are those of the graph's source"
-        )
-    return indices
 
 
 def write_nodes(path: Path, found: NodePredictions, with_probabilities: bool) -> list[str]:

@@ -17,11 +17,11 @@ from gcnzc.train import record
 from gcnzc.train.callbacks import Callback
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.errors import Interrupted, SavedRun
-from gcnzc.train.evaluation import flatten_scores
 from gcnzc.train.output_files import format_unsaved_error
 from gcnzc.train.plots import curves
 from gcnzc.train.run_folder import CURVES, RESULT
 from gcnzc.train.state import Run
+from gcnzc.train.tasks.base import flatten_scores
 from gcnzc.tune import pcie_bench
 
 

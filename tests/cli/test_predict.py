@@ -162,7 +162,7 @@ def test_graphs_and_ids_that_do_not_fit(run, tmp_path, capsys):
     pairs = tmp_path / "pairs.csv"
     pairs.write_text("source,target\nn1,n2\n")
     assert "is a node-classification run" in error_of(capsys, run, "--pairs", pairs, "--out", out)
-    with pytest.raises(ValueError, match=r"has no node 'n999' \(at position 1\)"):
+    with pytest.raises(ValueError, match=r"row 1: no node has the id 'n999'"):
         predict(run, nodes=["n1", "n999"])
     assert not out.exists()
 

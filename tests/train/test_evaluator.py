@@ -13,7 +13,8 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.models import SAGE
 from gcnzc.sampling.neighbor import Sampler
-from gcnzc.train import evaluator as module
+from gcnzc.train import evaluator as evaluator_module
+from gcnzc.train import node_outputs
 from gcnzc.train.evaluation_cost import choose_evaluation, predict_cost
 from gcnzc.train.evaluator import Evaluator
 from gcnzc.train.inference import inference
@@ -42,16 +43,17 @@ def test_all_sampled_neighbours_are_exact(name):
 def sampled(group=None, threads=1):
     """Outputs of sampled neighbourhoods, of many minibatches."""
     torch.manual_seed(0)
-    module.SAMPLED_NODES = 16
+    node_outputs.SAMPLED_NODES = 16
     torch.set_num_threads(threads)
     graph = random_graph(200, 2000)
     table = FeatureTable(torch.randn(200, 5))
-    found = module.sampled_inference(
+    found = node_outputs.node_outputs(
         SAGE(5, 8, 3),
         graph,
         table,
         torch.device("cpu"),
-        nodes=torch.randperm(200),
+        torch.randperm(200),
+        "sampled",
         fanouts=[3, 3, 3],
         seed=1,
         group=group,
@@ -61,10 +63,10 @@ def sampled(group=None, threads=1):
 
 @pytest.fixture
 def restored():
-    usual, nodes = torch.get_num_threads(), module.SAMPLED_NODES
+    usual, nodes = torch.get_num_threads(), node_outputs.SAMPLED_NODES
     yield
     torch.set_num_threads(usual)
-    module.SAMPLED_NODES = nodes
+    node_outputs.SAMPLED_NODES = nodes
 
 
 @pytest.mark.usefixtures("restored")
@@ -124,7 +126,7 @@ def test_the_cheaper_evaluation_that_fits_is_chosen(monkeypatch):
     assert said[0].startswith("evaluation: needed, predicted")
     evaluator.choose(model, chain, most, 16, Group(), said.append)
     assert len(said) == 1
-    monkeypatch.setattr(module, "total_bytes", lambda: 1000)
+    monkeypatch.setattr(evaluator_module, "total_bytes", lambda: 1000)
     for fanouts, method in (((), "needed"), ((2, 2, 2), "sampled")):
         evaluator = Evaluator("auto", fanouts)
         evaluator.choose(model, chain, most, 16, Group(), said.append)

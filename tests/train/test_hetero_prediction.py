@@ -17,7 +17,7 @@ from gcnzc.sampling.hetero_link import edge_times
 from gcnzc.train import embed_nodes, evaluate, predict, predict_links, train
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.hetero.edge_split import split_edges
-from gcnzc.train.prediction import load_model
+from gcnzc.train.trained import open_trained
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_a_graph_without_labels_and_with_other_papers(run, tmp_path):
 
 
 def test_embeddings_are_the_outputs_of_layers(run, config, tmp_path):
-    loaded, graph = load_model(run), HeteroGraph.load(config.graph.data)
+    loaded, graph = open_trained(run), HeteroGraph.load(config.graph.data)
     model = loaded.model.eval()
     inner, _ = build_full_hetero_blocks(graph, 2, targets=["paper"])
     x = {name: table.gather(torch.arange(len(table))) for name, table in loaded.embeddings.items()}
@@ -159,7 +159,7 @@ def test_scores_of_pairs_are_those_of_embeddings_without_held_out_edges(link_run
     expected = (users[pairs[0]] * items[pairs[1]]).sum(1)
     np.testing.assert_allclose(found.scores, expected, rtol=1e-4, atol=1e-5)
     # the whole graph without held-out edges and their reverses
-    loaded, graph = load_model(link_run), HeteroGraph.load(shop)
+    loaded, graph = open_trained(link_run), HeteroGraph.load(shop)
     kept = split_edges(graph, BUYS, "auto", 0.1, 0.1, 0, keep=False).graph
     for has_all, used in ((False, kept), (True, graph)):
         blocks = build_full_hetero_blocks(used, 2, targets=["user", "item"])
@@ -173,7 +173,7 @@ def test_scores_of_pairs_are_those_of_embeddings_without_held_out_edges(link_run
         embed_nodes(link_run)
     with pytest.raises(ValueError, match="has --temporal none"):
         predict_links(link_run, pairs=pairs, times=3)
-    with pytest.raises(ValueError, match="no node '100'"):
+    with pytest.raises(ValueError, match="no node has the id '100'"):
         predict_links(link_run, pairs=([0], [ITEMS]))
     assert len(predict_links(link_run, pairs=([], [])).scores) == 0
 

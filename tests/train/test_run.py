@@ -14,7 +14,6 @@ from slow_cases import mark_slow
 from training import Listener, assert_same_weights, planted
 
 import gcnzc
-import gcnzc.train.evaluation
 import gcnzc.train.run_folder
 import gcnzc.train.setup
 import gcnzc.train.signals

@@ -2,6 +2,7 @@
 
 import difflib
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,11 @@ from gcnzc.datasets.source import SPLITS
 from gcnzc.system import files
 from gcnzc.train import evaluation
 from gcnzc.train.config import EvaluateConfig
-from gcnzc.train.embedding import embed_loaded
-from gcnzc.train.hetero.prediction import TrainedHeteroModel, parse_time
+from gcnzc.train.layerwise.scratch import remove_scratch
 from gcnzc.train.prediction import (
-    TrainedModel,
-    delete_scratch,
-    load_model,
+    check_task,
+    embed,
+    parse_time,
     predict_nodes,
     predict_pairs,
     split_indices,
@@ -29,8 +29,8 @@ from gcnzc.train.prediction_files import (
     write_links,
     write_nodes,
 )
-from gcnzc.train.prediction_outputs import check_task
 from gcnzc.train.progress import Reporter
+from gcnzc.train.trained import Trained, open_trained
 
 
 def evaluate_command(config: EvaluateConfig, reporter: Reporter) -> None:
@@ -43,47 +43,42 @@ def predict_command(config: PredictConfig, reporter: Reporter) -> None:
     began = time.perf_counter()
     if config.out.suffix == ".parquet":
         import_parquet()
-    loaded = load_model(config.run, config.data, config.device)
+    trained = open_trained(config.run, config.data, config.device)
     is_replaced = config.out.exists()
+    how = {
+        "fanouts": config.fanouts or None,
+        "scratch": config.scratch,
+        "memory": config.memory_bytes,
+    }
     if config.embeddings:
-        found = _write_embeddings(config, loaded, reporter)
+        found = _write_embeddings(config, trained, reporter, how)
     else:
-        check_task(loaded.config.graph.task.name, has_pairs=config.pairs is not None)
+        check_task(trained, has_pairs=config.pairs is not None)
         write = _predict_nodes if config.pairs is None else _predict_links
-        count, columns = write(config, loaded, reporter)
+        count, columns = write(config, trained, reporter, how)
         found = {"predictions": count, "columns": columns}
-    delete_scratch(config.scratch)
+    if config.scratch is not None:
+        remove_scratch(config.scratch)
     reporter.say(f"{'replaced' if is_replaced else 'wrote'} {config.out}")
     print_json(
         {
             "run": str(config.run),
-            "data": loaded.data.name,
-            "task": loaded.config.graph.task.name,
+            "data": trained.data.name,
+            "task": trained.config.graph.task.name,
             "out": str(config.out),
             **found,
-            "best_epoch": loaded.epoch,
+            "best_epoch": trained.epoch,
             "seconds": time.perf_counter() - began,
         }
     )
 
 
 def _write_embeddings(
-    config: PredictConfig, loaded: TrainedModel | TrainedHeteroModel, reporter: Reporter
+    config: PredictConfig, trained: Trained, reporter: Reporter, how: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Write the outputs of a layer for all nodes."""
-    moment: Any = config.time
-    if moment is not None and isinstance(loaded, TrainedHeteroModel):
-        moment = parse_time(loaded, moment)
-    found = embed_loaded(
-        loaded,
-        config.layer,
-        reporter,
-        config.scratch,
-        config.memory_bytes,
-        node_type=config.node_type,
-        time=moment,
-        fanouts=config.fanouts or None,
-    )
+    moment = None if config.time is None else parse_time(trained, config.time)
+    found = embed(trained, reporter, config.layer, node_type=config.node_type, time=moment, **how)
     files.write_array(config.out, found.rows)
     node_type = {} if found.node_type is None else {"node_type": found.node_type}
     shape = {"nodes": len(found.rows), "columns": found.rows.shape[1]}
@@ -91,12 +86,12 @@ def _write_embeddings(
 
 
 def _predict_nodes(
-    config: PredictConfig, loaded: TrainedModel | TrainedHeteroModel, reporter: Reporter
+    config: PredictConfig, trained: Trained, reporter: Reporter, how: Mapping[str, Any]
 ) -> tuple[int, list[str]]:
     if config.nodes == "all":
         nodes = None
     elif config.nodes in SPLITS:
-        nodes = split_indices(loaded.data, config.nodes)
+        nodes = split_indices(trained, config.nodes)
     else:
         path = Path(config.nodes)
         if not path.exists():
@@ -106,37 +101,20 @@ def _predict_nodes(
                 f"--nodes: there is no file {config.nodes}\n\n"
                 f"hint: {suggestion}give all, train, valid, test or a file of ids"
             )
-        nodes = read_nodes(path, loaded.node_index)
-    found = predict_nodes(
-        loaded,
-        nodes,
-        reporter,
-        config.scratch,
-        config.memory_bytes,
-        fanouts=config.fanouts or None,
-    )
+        nodes = read_nodes(path, trained.target_index)
+    found = predict_nodes(trained, nodes, reporter, **how)
     return len(found.nodes), write_nodes(config.out, found, config.probabilities)
 
 
 def _predict_links(
-    config: PredictConfig, loaded: TrainedModel | TrainedHeteroModel, reporter: Reporter
+    config: PredictConfig, trained: Trained, reporter: Reporter, how: Mapping[str, Any]
 ) -> tuple[int, list[str]]:
     assert config.pairs is not None
-    sources, targets = read_pairs(config.pairs, loaded.end_indices)
-    times: Any = config.time
-    if isinstance(loaded, TrainedHeteroModel):
-        if times is not None:
-            times = parse_time(loaded, times)
-        elif loaded.is_temporal:
-            times = read_times(config.pairs, loaded.graph.time_unit)
-    found = predict_pairs(
-        loaded,
-        sources,
-        targets,
-        reporter,
-        config.scratch,
-        config.memory_bytes,
-        times=times,
-        fanouts=config.fanouts or None,
-    )
+    sources, targets = read_pairs(config.pairs, trained.end_indices)
+    times: Any = None
+    if config.time is not None:
+        times = parse_time(trained, config.time)
+    elif trained.config.graph.is_temporal:
+        times = read_times(config.pairs, trained.data.graph.time_unit)
+    found = predict_pairs(trained, sources, targets, reporter, times=times, **how)
     return len(found.scores), write_links(config.out, found, config.probabilities)

@@ -21,7 +21,6 @@ from gcnzc.graph.hetero.folder import check_targets
 from gcnzc.graph.hetero.folder import info as read_info
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
 from gcnzc.graph.hetero.stores import NodeStore
-from gcnzc.graph.load import load
 from gcnzc.train.config import HETERO_MODELS, TrainConfig
 from gcnzc.train.shared_data import load_shared, share_copy
 
@@ -128,15 +127,6 @@ def load_data(config: TrainConfig, group: Group) -> Dataset | HeteroDataset:
     group.set_status(0, "loading")
     with joint_work(group):
         return load_hetero(config, path)
-
-
-def load_graph(config: TrainConfig, path: Path) -> Dataset | HeteroDataset:
-    """Load a graph for the model of a run, in one process; see `load_data`."""
-    return (
-        load_hetero(config, path)
-        if config.model.is_hetero
-        else load(path, allow_nan=config.graph.allow_nan)
-    )
 
 
 def load_hetero(config: TrainConfig, path: Path) -> HeteroDataset:

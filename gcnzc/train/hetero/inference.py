@@ -5,7 +5,7 @@ The seeds are divided into the same minibatches for any number of workers.
 Notation: M seeds.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -14,10 +14,14 @@ from torch import Tensor, nn
 
 from gcnzc.exchange import Group
 from gcnzc.features.embedding import EmbeddingTable
-from gcnzc.features.table import FeatureTable
+from gcnzc.graph.hetero.graph import HeteroGraph
 from gcnzc.loader.hetero_loader import HeteroLoader
-from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
-from gcnzc.train.minibatch_outputs import Spans, minibatch_outputs
+from gcnzc.models.hetero import HeteroModel
+from gcnzc.sampling.hetero import HeteroBatch
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.hetero.data import TypedTables
+from gcnzc.train.hetero.encoder import build_hetero_sampler, choose_fanouts
+from gcnzc.train.node_outputs import Spans, minibatch_outputs
 
 # independent of the number of workers, as minibatches determine how outputs are rounded; those with
 # all neighbours are smaller, because they have many nodes for each seed
@@ -33,50 +37,62 @@ def with_embeddings(
     return {**(batch.x or {}), **rows}
 
 
-def node_outputs(
-    model: nn.Module,
-    sampler: HeteroSampler,
+def typed_outputs(
+    config: TrainConfig,
+    encoder: HeteroModel,
+    graph: HeteroGraph,
+    table: TypedTables,
+    embeddings: Mapping[str, EmbeddingTable],
     seeds: tuple[str, Tensor],
-    tables: Mapping[str, FeatureTable],
-    compute: Callable[[nn.Module, HeteroBatch], Tensor],
-    *,
-    num_columns: int,
     device: torch.device,
-    is_sampled: bool,
-    times: Any = None,
-    threads: int | None = None,
+    *,
+    layer: int | None = None,
+    fanouts: Sequence[int] | None = None,
+    times: Tensor | None = None,
     progress: Callable[[int, int], object] | None = None,
     group: Group | None = None,
 ) -> Tensor:
-    """Compute outputs for nodes of one type, in minibatches; see `hetero_outputs`.
+    """Compute the outputs of a model, or of one of its layers, for nodes of one type.
 
     Args:
-        model: on `device`.
-        sampler: samples the neighbourhoods.
+        config: options of the run.
+        encoder: on `device`.
+        graph: for message passing.
+        table: features by node type.
+        embeddings: of the node types without features.
         seeds: node type, and (M,) ids.
-        tables: features by node type.
-        compute: `compute(model, batch)` returns the (S, num_columns) outputs of a minibatch.
-        num_columns: columns of the outputs.
         device: of the computation.
-        is_sampled: whether the sampler takes a sample of the neighbours, and not all.
-        times: (M,) times of the nodes, for a temporal sampler. Default: their own.
-        threads: of the loader.
+        layer: number of the layer, from 1; None for the outputs of the model.
+        fanouts: neighbours per node and edge type, input layer first; None for all.
+        times: (M,) times of the nodes, for a temporal run. Default: their own.
         progress, group: see `hetero_outputs`.
 
     Returns:
-        (M, num_columns) on the host.
+        (M, columns) on the host, as `hetero_outputs`.
     """
+    num_layers, node_type = len(encoder.layers), seeds[0]
+    is_last = layer is None or (layer == num_layers and not encoder.output_linears)
+
+    def compute(_: nn.Module, batch: HeteroBatch) -> Tensor:
+        x = with_embeddings(batch, embeddings)
+        if layer is not None:
+            return encoder.layer_outputs(batch.blocks, x, node_type)
+        rows: Any = encoder(batch.blocks, x)
+        outputs: Tensor = rows if isinstance(rows, Tensor) else rows[node_type]
+        return outputs
+
     loader = HeteroLoader(
-        sampler,
+        build_hetero_sampler(config, graph, choose_fanouts(fanouts, num_layers)[:layer]),
         seeds,
-        SAMPLED_SEEDS if is_sampled else WHOLE_SEEDS,
+        WHOLE_SEEDS if fanouts is None else SAMPLED_SEEDS,
         seed_times=times,
-        tables=tables,
+        tables=table.tables,
         device=device,
-        threads=threads,
+        threads=config.loading.threads or None,
         may_be_empty=True,
     )
-    return hetero_outputs(model, loader, compute, num_columns, progress, group)
+    columns = encoder.out_features if is_last else encoder.hidden
+    return hetero_outputs(encoder, loader, compute, columns, progress, group)
 
 
 def hetero_outputs(

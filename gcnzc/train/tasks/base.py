@@ -1,6 +1,6 @@
 """The protocol of training tasks: seeds, model, loss and evaluation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -124,4 +124,13 @@ def broadcast_scores(scores: Scores, group: Group | None) -> Scores:
     first = iter([run(all_gather_scalar(float(value)), group)[0] for value in values])
     return {
         metric: {split: next(first) for split in by_split} for metric, by_split in scores.items()
+    }
+
+
+def flatten_scores(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Flatten scores by metric and split to keys such as `valid_accuracy`."""
+    return {
+        f"{split}_{metric}": value
+        for metric, values in scores.items()
+        for split, value in values.items()
     }

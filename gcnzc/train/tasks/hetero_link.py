@@ -9,118 +9,28 @@ from torch.nn import functional
 
 from gcnzc.exchange import Group
 from gcnzc.features.embedding import EmbeddingTable
-from gcnzc.features.table import FeatureTable
 from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.models.link import Dot, HadamardMLP
 from gcnzc.models.metrics import score_pairs
 from gcnzc.models.ranking import HeldOutEdges, score_ranks
-from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
+from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
 from gcnzc.sampling.link import Exclude
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset, TypedTables
 from gcnzc.train.hetero.edge_split import (
-    HeteroEdgeSplit,
     describe_missing_times,
     split_edges_of_run,
 )
 from gcnzc.train.hetero.encoder import build_hetero_sampler, choose_fanouts
-from gcnzc.train.hetero.inference import hetero_outputs, node_outputs, with_embeddings
+from gcnzc.train.hetero.inference import hetero_outputs, typed_outputs, with_embeddings
 from gcnzc.train.hetero.link_model import HeteroLinkModel, build_hetero_link_model
-from gcnzc.train.minibatch_outputs import Spans, minibatch_outputs
+from gcnzc.train.node_outputs import Spans, minibatch_outputs
 from gcnzc.train.tasks.base import EVALUATED, Progress, Scores, broadcast_scores, build_evaluator
 from gcnzc.train.tasks.link import Decoder
 
-# Rank held-out edges of a heterogeneous graph among all nodes of the destination type.
-#
-# Notation: E edges, U sources, N nodes of the destination type.
-
-
 # edges that a worker ranks at once; independent of the number of workers
 RANKED_EDGES = 1024
-
-
-def rank_among_all(
-    model: HeteroLinkModel,
-    split: HeteroEdgeSplit,
-    name: str,
-    sampler: HeteroSampler,
-    tables: Mapping[str, FeatureTable],
-    *,
-    embeddings: Mapping[str, EmbeddingTable],
-    device: torch.device,
-    is_sampled: bool,
-    time: int | None = None,
-    threads: int | None = None,
-    progress: Callable[[int, int], object] | None = None,
-    group: Group | None = None,
-) -> dict[str, float]:
-    """Rank the edges of a split among all nodes of the destination type, without known ones.
-
-    The known destinations of a source are those of its training edges, and in the test split also
-    those of its validation edges.
-
-    Args:
-        model: on `device`.
-        split: the division of the edges.
-        name: of the split whose edges are ranked: "valid" or "test".
-        sampler: samples the neighbourhoods.
-        tables: features by node type.
-        embeddings: of the node types without features.
-        device: of the computation.
-        is_sampled: whether the sampler takes a sample of the neighbours, and not all.
-        time: of all nodes, for a temporal sampler.
-        threads: of the loader.
-        progress: called with (done, total) for the sources, the destinations and the edges.
-        group: the workers among which the work is divided. Default: this process only.
-
-    Returns:
-        The metrics of `gcnzc.models.ranking.score_ranks`, the same on all workers.
-    """
-    source, _, destination = split.edge_type
-    earlier = ("train",) if name == "valid" else ("train", "valid")
-    num_destinations = split.graph.num_nodes(destination)
-    held_out = HeldOutEdges(
-        split.edges[name],
-        torch.cat([split.edges[each] for each in earlier], dim=1),
-        num_destinations,
-        is_one_type=source == destination,
-    )
-
-    def embed(node_type: str, nodes: Tensor) -> Tensor:
-        def compute(encoder: nn.Module, batch: HeteroBatch) -> Tensor:
-            outputs = encoder(batch.blocks, with_embeddings(batch, embeddings))
-            return cast(Tensor, outputs[node_type])
-
-        return node_outputs(
-            model.encoder,
-            sampler,
-            (node_type, nodes),
-            tables,
-            compute,
-            num_columns=model.encoder.out_features,
-            device=device,
-            is_sampled=is_sampled,
-            times=None if time is None else torch.full((len(nodes),), time),
-            threads=threads,
-            progress=progress,
-            group=group,
-        )
-
-    sources = embed(source, held_out.sources)
-    destinations = embed(destination, torch.arange(num_destinations)).to(device)
-    decoder = cast(Dot | HadamardMLP, model.decoder)
-
-    def score(rows: Tensor) -> Tensor:
-        return decoder.score_all_pairs(sources[rows].to(device), destinations).cpu()
-
-    def compute_ranks(spans: Spans) -> Generator[Tensor, None, None]:
-        yield from held_out.compute_ranks(spans, score)
-
-    shape = held_out.edges.shape[1], 2
-    ranks = minibatch_outputs(model, shape, RANKED_EDGES, compute_ranks, progress, group)
-    return score_ranks(held_out.edges, ranks.double())
-
 
 # pairs of a minibatch of an evaluation
 EVALUATED_PAIRS = 4096
@@ -284,32 +194,60 @@ class HeteroLinkTask:
     def _rank_among_all(
         self,
         model: HeteroLinkModel,
-        split: str,
+        name: str,
         table: TypedTables,
         device: torch.device,
         progress: Progress,
         group: Group | None,
     ) -> dict[str, float]:
-        """Rank the edges of a split among all nodes of the destination type."""
-        config, fanouts, times = self.config, self.evaluator.sampled_fanouts, None
-        if self.is_temporal:
-            assert self.split.times is not None, "checked by the constructor"
-            # neighbours are earlier than all edges of the split
-            times = int(self.split.times[split].min()) - 1
-        return rank_among_all(
-            model,
-            self.split,
-            split,
-            build_hetero_sampler(config, self.split.graph, choose_fanouts(fanouts, config.layers)),
-            table.tables,
-            embeddings=self.embeddings,
-            device=device,
-            is_sampled=fanouts is not None,
-            time=times,
-            threads=config.loading.threads or None,
-            progress=progress,
-            group=group,
+        """Rank the edges of a split among all nodes of the destination type, without known ones.
+
+        The known destinations of a source are those of its training edges, and in the test split
+        also those of its validation edges.
+        """
+        split, time = self.split, None
+        source, _, destination = split.edge_type
+        earlier = ("train",) if name == "valid" else ("train", "valid")
+        num_destinations = split.graph.num_nodes(destination)
+        held_out = HeldOutEdges(
+            split.edges[name],
+            torch.cat([split.edges[each] for each in earlier], dim=1),
+            num_destinations,
+            is_one_type=source == destination,
         )
+        if self.is_temporal:
+            assert split.times is not None, "checked by the constructor"
+            # neighbours are earlier than all edges of the split
+            time = int(split.times[name].min()) - 1
+
+        def embed(node_type: str, nodes: Tensor) -> Tensor:
+            return typed_outputs(
+                self.config,
+                model.encoder,
+                split.graph,
+                table,
+                self.embeddings,
+                (node_type, nodes),
+                device,
+                fanouts=self.evaluator.sampled_fanouts,
+                times=None if time is None else torch.full((len(nodes),), time),
+                progress=progress,
+                group=group,
+            )
+
+        sources = embed(source, held_out.sources)
+        destinations = embed(destination, torch.arange(num_destinations)).to(device)
+        decoder = cast(Dot | HadamardMLP, model.decoder)
+
+        def score(rows: Tensor) -> Tensor:
+            return decoder.score_all_pairs(sources[rows].to(device), destinations).cpu()
+
+        def compute_ranks(spans: Spans) -> Generator[Tensor, None, None]:
+            yield from held_out.compute_ranks(spans, score)
+
+        shape = held_out.edges.shape[1], 2
+        ranks = minibatch_outputs(model, shape, RANKED_EDGES, compute_ranks, progress, group)
+        return score_ranks(held_out.edges, ranks.double())
 
     def _score_with_negatives(
         self,

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from gcnzc.exchange import Group
 from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.loader.hetero_loader import HeteroLoader
-from gcnzc.models.metrics import score
 from gcnzc.sampling.hetero import HeteroSampler
 from gcnzc.train.config import Metric, TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset, TypedTables
-from gcnzc.train.hetero.encoder import build_hetero_encoder, build_hetero_sampler, choose_fanouts
-from gcnzc.train.hetero.inference import node_outputs, with_embeddings
-from gcnzc.train.tasks.base import EVALUATED, Progress, Scores, broadcast_scores
+from gcnzc.train.hetero.encoder import build_hetero_encoder, build_hetero_sampler
+from gcnzc.train.hetero.inference import typed_outputs, with_embeddings
+from gcnzc.train.tasks.base import EVALUATED, Progress
 from gcnzc.train.tasks.node import NodeTask
 
 
@@ -98,24 +97,6 @@ class HeteroNodeTask(NodeTask):
             **loading,
         )
 
-    def evaluate(
-        self,
-        model: Any,
-        table: Any,
-        device: torch.device,
-        progress: Progress,
-        group: Group | None = None,
-        *,
-        splits: Sequence[str] = EVALUATED,
-    ) -> Scores:
-        """See `Task`."""
-        data = self.data
-        sizes = [len(data.split[name]) for name in splits]
-        nodes = torch.cat([data.split[name] for name in splits])
-        rows = dict(zip(splits, torch.arange(len(nodes)).split(sizes), strict=True))
-        logits = self._outputs(model, nodes, table, device, progress, group)
-        return broadcast_scores(score(logits, data.labels[nodes], rows, self.metric), group)
-
     def choose_evaluation(
         self,
         model: Any,
@@ -127,42 +108,27 @@ class HeteroNodeTask(NodeTask):
     ) -> None:
         """See `Task`; there is no choice."""
 
-    def outputs(
-        self,
-        model: Any,
-        table: Any,
-        device: torch.device,
-        progress: Progress,
-        group: Group | None = None,
-    ) -> tuple[Tensor, Scores]:
-        """See `Task`; the outputs are those of the nodes of the target."""
-        data = self.data
-        nodes = torch.arange(data.graph.num_nodes(data.target))
-        logits = self._outputs(model, nodes, table, device, progress, group)
-        scores = score(logits, data.labels, data.split, self.metric)
-        return logits, broadcast_scores(scores, group)
-
     def _outputs(
         self,
         model: Any,
-        nodes: Tensor,
         table: TypedTables,
         device: torch.device,
+        nodes: Tensor | None,
         progress: Progress,
         group: Group | None,
     ) -> Tensor:
-        """Return the logits of nodes of the target, with all or sampled neighbours."""
-        config, fanouts = self.config, self.evaluator.sampled_fanouts
-        return node_outputs(
+        """Return the logits of nodes of the target, or of all of them if None."""
+        target, graph = self.data.target, self.data.graph
+        ids = torch.arange(graph.num_nodes(target)) if nodes is None else nodes
+        return typed_outputs(
+            self.config,
             model,
-            build_hetero_sampler(config, self.data.graph, choose_fanouts(fanouts, config.layers)),
-            (self.data.target, nodes),
-            table.tables,
-            self.logits,
-            num_columns=self.num_outputs,
-            device=device,
-            is_sampled=fanouts is not None,
-            threads=config.loading.threads or None,
+            graph,
+            table,
+            self.embeddings,
+            (target, ids),
+            device,
+            fanouts=self.evaluator.sampled_fanouts,
             progress=progress,
             group=group,
         )

@@ -17,7 +17,6 @@ from gcnzc.sampling.link import Exclude, LinkSampler, Negatives
 from gcnzc.sampling.neighbor import SamplerProtocol
 from gcnzc.train.build import build_encoder
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.inference import inference
 from gcnzc.train.tasks.base import EVALUATED, Progress, Scores, broadcast_scores, build_evaluator
 
 Decoder: TypeAlias = Literal["mlp", "dot"]
@@ -119,12 +118,34 @@ class LinkTask:
     ) -> Scores:
         """See `Task`."""
         nodes = self._evaluated_nodes()
-        rows = self.evaluator.outputs(
-            model.encoder, self.data.graph, table, device, nodes, progress, group
-        )
-        place = torch.zeros(self.data.graph.num_nodes, dtype=torch.int64)
-        place[nodes] = torch.arange(len(nodes))
-        return broadcast_scores(self._scores(model, rows, place), group)
+        return self._outputs(model, table, device, nodes, progress, group)[1]
+
+    def outputs(
+        self,
+        model: Any,
+        table: FeatureTable,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None = None,
+    ) -> tuple[Tensor, Scores]:
+        """See `Task`; the outputs are those of the encoder, the inputs of the decoder."""
+        return self._outputs(model, table, device, None, progress, group)
+
+    def _outputs(
+        self,
+        model: LinkModel,
+        table: FeatureTable,
+        device: torch.device,
+        nodes: Tensor | None,
+        progress: Progress,
+        group: Group | None,
+    ) -> tuple[Tensor, Scores]:
+        """Return the outputs of nodes, or of all nodes if None, and the scores of the splits."""
+        graph, place = self.data.graph, torch.arange(self.data.graph.num_nodes)
+        rows = self.evaluator.outputs(model.encoder, graph, table, device, nodes, progress, group)
+        if nodes is not None:
+            place[nodes] = torch.arange(len(nodes))
+        return rows, broadcast_scores(self._scores(model, rows, place), group)
 
     def choose_evaluation(
         self,
@@ -139,20 +160,6 @@ class LinkTask:
         nodes = self._evaluated_nodes()
         columns = table.num_columns
         self.evaluator.choose(model.encoder, self.data.graph, nodes, columns, group, say)
-
-    def outputs(
-        self,
-        model: Any,
-        table: FeatureTable,
-        device: torch.device,
-        progress: Progress,
-        group: Group | None = None,
-    ) -> tuple[Tensor, Scores]:
-        """See `Task`; the outputs are those of the encoder, the inputs of the decoder."""
-        rows = inference(
-            model.encoder, self.data.graph, table, device, progress=progress, group=group
-        )
-        return rows, broadcast_scores(self._scores(model, rows, torch.arange(len(rows))), group)
 
     def _evaluated_nodes(self) -> Tensor:
         """Return the (M,) int64 ids of the nodes of all validation and test pairs, sorted."""

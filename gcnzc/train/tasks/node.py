@@ -6,8 +6,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gcnzc.datasets.source import SPLITS
 from gcnzc.exchange import Group
-from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.loader.full_batch import FullBatchLoader
 from gcnzc.models.metrics import RANKING, compute_loss, score
@@ -15,7 +15,6 @@ from gcnzc.sampling.batch import Batch
 from gcnzc.train.build import build_encoder, build_sampler
 from gcnzc.train.config import Metric, TrainConfig
 from gcnzc.train.full_batch import compute_logits
-from gcnzc.train.inference import inference
 from gcnzc.train.label_inputs import LabelInputs, append_labels
 from gcnzc.train.tasks.base import EVALUATED, Progress, Scores, broadcast_scores, build_evaluator
 
@@ -151,7 +150,7 @@ class NodeTask:
     def evaluate(
         self,
         model: Any,
-        table: FeatureTable,
+        table: Any,
         device: torch.device,
         progress: Progress,
         group: Group | None = None,
@@ -159,25 +158,46 @@ class NodeTask:
         splits: Sequence[str] = EVALUATED,
     ) -> Scores:
         """See `Task`; labels that are features are not scored."""
-        data = self.data
-        splits = self._scored(splits)
-        nodes = self._nodes_of(splits)
-        sizes = [len(data.split[name]) for name in splits]
+        data, splits = self.data, self._scored(splits)
+        nodes, sizes = self._nodes_of(splits), [len(data.split[name]) for name in splits]
         rows = dict(zip(splits, torch.arange(len(nodes)).split(sizes), strict=True))
-        if self._has_single_pass:
-            assert self.whole_graph is not None, "as `_has_single_pass` says"
-            logits = compute_logits(model, self.whole_graph, nodes)
-        else:
-            table = append_labels(table, self.label_inputs)
-            logits = self.evaluator.outputs(
-                model, data.graph, table, device, nodes, progress, group
-            )
+        logits = self._outputs(model, table, device, nodes, progress, group)
         return broadcast_scores(score(logits, data.labels[nodes], rows, self.metric), group)
+
+    def outputs(
+        self,
+        model: Any,
+        table: Any,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None = None,
+    ) -> tuple[Tensor, Scores]:
+        """See `Task`; the training split is scored as well, unless its labels are features."""
+        data = self.data
+        logits = self._outputs(model, table, device, None, progress, group)
+        splits = {name: data.split[name] for name in self._scored(SPLITS)}
+        return logits, broadcast_scores(score(logits, data.labels, splits, self.metric), group)
+
+    def _outputs(
+        self,
+        model: Any,
+        table: Any,
+        device: torch.device,
+        nodes: Tensor | None,
+        progress: Progress,
+        group: Group | None,
+    ) -> Tensor:
+        """Return the logits of nodes, or of all nodes if None."""
+        if nodes is not None and self._has_single_pass:
+            assert self.whole_graph is not None, "as `_has_single_pass` says"
+            return compute_logits(model, self.whole_graph, nodes)
+        table, graph = append_labels(table, self.label_inputs), self.data.graph
+        return self.evaluator.outputs(model, graph, table, device, nodes, progress, group)
 
     def choose_evaluation(
         self,
         model: Any,
-        table: FeatureTable,
+        table: Any,
         group: Group,
         say: Callable[[str], object],
         *,
@@ -207,22 +227,6 @@ class NodeTask:
 
     def _nodes_of(self, splits: Sequence[str]) -> Tensor:
         return torch.cat([self.data.split[name] for name in splits])
-
-    def outputs(
-        self,
-        model: Any,
-        table: FeatureTable,
-        device: torch.device,
-        progress: Progress,
-        group: Group | None = None,
-    ) -> tuple[Tensor, Scores]:
-        """See `Task`; the training split is scored as well, unless its labels are features."""
-        data, splits = self.data, self.data.split
-        if self.label_inputs is not None:
-            splits = {name: splits[name] for name in ("valid", "test")}
-        table = append_labels(table, self.label_inputs)
-        logits = inference(model, data.graph, table, device, progress=progress, group=group)
-        return logits, broadcast_scores(score(logits, data.labels, splits, self.metric), group)
 
 
 def _check_label_columns(data: Dataset) -> None:
