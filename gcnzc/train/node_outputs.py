@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from gcnzc.exchange import Group
-from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.models.stack import Model, parameter_dtype
 from gcnzc.sampling.neighbor import Sampler
-from gcnzc.train.inference import Progress, evaluation_mode, inference
+from gcnzc.train.inference import Progress, counter, evaluation_mode, inference
 from gcnzc.train.layerwise.layer import gather_rows
 from gcnzc.train.layerwise.ranges import assign_equal_ranges
-from gcnzc.train.layerwise.workers import MemoryRows, Workers
+from gcnzc.train.layerwise.workers import MemoryRows, Store, Workers
 
 Spans: TypeAlias = Sequence[tuple[int, int]]
 
@@ -106,21 +105,11 @@ def minibatch_outputs(
     Returns:
         (M, columns) on the host, the same on all workers; those of a machine share the memory.
     """
-    workers = Workers(group or Group())
-    rows = MemoryRows(workers.empty(next(model.parameters()).dtype, *shape))
-    shares = assign_equal_ranges(shape[0], batch_size, workers.count)
-    spans = shares[workers.rank]
-    done, total = 0, sum(end - begin for begin, end in spans)
-    with (
-        evaluation_mode(model),
-        joint_work(workers.group) as work,
-        closing(compute(spans)) as outputs,
-    ):
-        for (begin, end), own in zip(spans, outputs, strict=True):
-            rows.write(begin, end, own)
-            done += end - begin
-            if progress is not None:
-                progress(done, total)
-            work.report_progress()
-    workers.distribute(rows, shares)
+    store = Store(Workers(group or Group()))
+    rows = MemoryRows(store.workers.empty(next(model.parameters()).dtype, *shape))
+    shares = assign_equal_ranges(shape[0], batch_size, store.workers.count)
+    spans = shares[store.workers.rank]
+    advance = counter(progress, sum(end - begin for begin, end in spans))
+    with evaluation_mode(model), closing(compute(spans)) as outputs:
+        store.compute([rows], shares, lambda begin, end: [next(outputs)], advance)
     return rows.tensor

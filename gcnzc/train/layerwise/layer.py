@@ -6,7 +6,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.aggregate.degree_scales import inverse_sqrt_degrees, scale_dtype
@@ -21,7 +20,7 @@ from gcnzc.train.layerwise.ranges import (
     in_edges,
     row_index,
 )
-from gcnzc.train.layerwise.workers import MemoryRows, Workers
+from gcnzc.train.layerwise.workers import MemoryRows, Rows, Store
 
 
 class FullLayer:
@@ -38,6 +37,9 @@ class FullLayer:
         row_of: (N,) the row index of each node in `table`; None if that is the node's id.
         device: device of the model.
     """
+
+    # whether rows are read from a scratch folder
+    is_streamed = False
 
     def __init__(
         self,
@@ -63,51 +65,67 @@ class FullLayer:
         # the rows that are aggregated: input rows, or projected rows
         self.aggregated, self.aggregated_row_of = table, row_of
         self.scores = torch.empty(0, 0)
+        self.score_table: FeatureTable | None = None
         self.norms: Tensor | None = None
 
-    def prepare_sources(self, sources: Tensor | None, batch_nodes: int, workers: Workers) -> None:
+    def prepare_sources(self, sources: Tensor | None, batch_nodes: int, store: Store) -> None:
         """Compute the projected rows, attention scores and norms of the sources.
 
         Args:
             sources: (S,) int64 ids of the nodes that are sources; None for all nodes.
             batch_nodes: maximum number of nodes that are computed at a time.
-            workers: the workers among which the sources are divided.
+            store: keeps what is computed.
         """
-        if not (self.is_projected or self.is_in_place):
-            return
-        num_rows = self.table.num_rows
-        count = self.graph.num_nodes if sources is None else len(sources)
-        dtype, projected = self.dtype, None
+        layer, count = self.layer, self.graph.num_nodes if sources is None else len(sources)
+        # name, columns, dtype, and function of the ids and the input rows of nodes
+        computed: list[tuple[str, int, torch.dtype, Callable[[Tensor, Tensor], Tensor]]] = []
         if self.is_projected:
-            num_rows, self.aggregated_row_of = count, row_index(sources, self.graph)
-            projected = workers.empty(dtype, num_rows, self.layer.heads * self.layer.out_features)
-        score_columns = self.layer.heads if self.layer.has_scores else 0
-        self.scores = workers.empty(dtype, num_rows, score_columns)
-        if self.layer.needs_degrees and self.is_in_place:
-            self.norms = workers.empty(scale_dtype(dtype), num_rows)
+            columns = layer.heads * layer.out_features
+            computed.append(("messages", columns, self.dtype, lambda _, x: layer.project(x)))
+        if layer.has_scores and (self.is_projected or self.is_in_place):
+            computed.append(("scores", layer.heads, self.dtype, lambda _, x: layer.scores(x)))
+        reads_inputs = bool(computed)
+        if layer.needs_degrees and self.is_in_place and not self.is_streamed:
+            computed.append(
+                ("norms", 1, scale_dtype(self.dtype), lambda ids, _: self.norms_of(ids)[:, None])
+            )
+        if self.is_projected:
+            self.aggregated_row_of = row_index(sources, self.graph)
+        rows = {
+            name: self._rows_of_sources(store, name, sources, columns, dtype)
+            for name, columns, dtype, _ in computed
+        }
 
-        def indices_of(begin: int, end: int) -> Tensor:
+        def compute(begin: int, end: int) -> list[Tensor]:
             ids = ids_of_range(sources, begin, end)
-            return ids if self.aggregated_row_of is None else self.aggregated_row_of[ids].long()
+            x = self.inputs(ids) if reads_inputs else ids
+            return [function(ids, x) for *_, function in computed]
 
-        shares = assign_equal_ranges(count, batch_nodes, workers.count)
-        with joint_work(workers.group) as work:
-            for begin, end in shares[workers.rank]:
-                ids = ids_of_range(sources, begin, end)
-                at = indices_of(begin, end)
-                if self.norms is not None:
-                    self.norms[at] = inverse_sqrt_degrees(degrees_of(self.graph, ids), dtype)
-                if self.is_projected or self.layer.has_scores:
-                    x = self.inputs(ids)
-                    if projected is not None:
-                        projected[at] = self.layer.project(x).cpu()
-                    self.scores[at] = self.layer.scores(x).cpu()
-                work.report_progress()
-        for rows in (projected, self.scores, self.norms):
-            if rows is not None:
-                workers.distribute(MemoryRows(rows, indices_of), shares)
-        if projected is not None:
-            self.aggregated = FeatureTable(projected)
+        if rows:
+            shares = assign_equal_ranges(count, batch_nodes, store.workers.count)
+            store.compute(list(rows.values()), shares, compute)
+        tables = {name: each.table() for name, each in rows.items()}
+        self.aggregated = tables.get("messages", self.aggregated)
+        self.scores = torch.empty(self.aggregated.num_rows, 0, dtype=self.dtype)
+        self.score_table = tables.get("scores")
+        if self.score_table is not None:
+            self.scores = self.score_table.rows
+        if "norms" in tables:
+            self.norms = tables["norms"].rows.flatten()
+
+    def _rows_of_sources(
+        self, store: Store, name: str, sources: Tensor | None, columns: int, dtype: torch.dtype
+    ) -> Rows:
+        """Return the rows of a name of the sources, at the indices of the aggregated rows."""
+        if self.aggregated_row_of is None and sources is not None and not self.is_streamed:
+            # the aggregated rows are the features of all nodes
+            return MemoryRows(store.workers.empty(dtype, self.table.num_rows, columns), sources)
+        count = self.graph.num_nodes if sources is None else len(sources)
+        return store.rows(f"{name}-{self.index + 1}", count, columns, dtype)
+
+    def norms_of(self, ids: Tensor) -> Tensor:
+        """Return 1 / sqrt(degree + 1) of nodes."""
+        return inverse_sqrt_degrees(degrees_of(self.graph, ids), self.dtype)
 
     def outputs(self, ids: Tensor, *, is_range: bool) -> Tensor:
         """Compute the output rows of nodes.
@@ -152,11 +170,7 @@ class FullLayer:
         return out, x_target
 
     def edges_of(self, ids: Tensor, is_range: bool) -> tuple[Tensor, Tensor]:
-        """Return the in-edges of nodes in CSC format, see `in_edges`.
-
-        Args:
-            ids, is_range: see `outputs`.
-        """
+        """Return the in-edges of nodes in CSC format, see `in_edges` and `outputs`."""
         return in_edges(self.graph, slice(int(ids[0]), int(ids[-1]) + 1) if is_range else ids)
 
     def _aggregate_gathered(self, ids: Tensor, is_range: bool) -> tuple[Tensor, Tensor]:

@@ -6,23 +6,20 @@ memory.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
-from gcnzc.kernels.aggregate.degree_scales import inverse_sqrt_degrees
 from gcnzc.models.layer_edges import LayerEdges
 from gcnzc.models.stack import Model
 from gcnzc.train.layerwise.layer import FullLayer, gather_rows
-from gcnzc.train.layerwise.ranges import assign_equal_ranges, degrees_of, ids_of_range, row_index
-from gcnzc.train.layerwise.scratch import Scratch
-from gcnzc.train.layerwise.stored_rows import StoredTable, bytes_of, map_rows
-from gcnzc.train.layerwise.workers import Workers
+from gcnzc.train.layerwise.ranges import row_index
+from gcnzc.train.layerwise.scratch import Scratch, bytes_of, map_rows
+from gcnzc.train.layerwise.workers import Store
 
 
 class StreamedLayer(FullLayer):
@@ -32,6 +29,8 @@ class StreamedLayer(FullLayer):
         model, index, graph, table, row_of, device: see `FullLayer`.
         scratch: the scratch folder, and the memory for rows.
     """
+
+    is_streamed = True
 
     def __init__(
         self,
@@ -45,48 +44,15 @@ class StreamedLayer(FullLayer):
     ) -> None:
         super().__init__(model, index, graph, table, row_of, device)
         self.scratch = scratch
-        self.score_table: StoredTable | None = None
         # the row of each node in `score_table`
         self.score_row_of: Tensor | None = None
-        self._compact = _Compact(graph.num_nodes)
+        self.compact = _Compact(graph.num_nodes)
 
-    def prepare_sources(self, sources: Tensor | None, batch_nodes: int, workers: Workers) -> None:
+    def prepare_sources(self, sources: Tensor | None, batch_nodes: int, store: Store) -> None:
         """See `FullLayer.prepare_sources`; norms are computed for each chunk instead."""
-        has_scores = self.layer.has_scores and (self.is_projected or self.is_in_place)
-        count = self.graph.num_nodes if sources is None else len(sources)
-        self.scores = torch.empty(count, 0, dtype=self.dtype)
-        if not (self.is_projected or has_scores):
-            return
-        computed: list[tuple[str, int, Callable[[Tensor], Tensor]]] = []
-        if self.is_projected:
-            columns = self.layer.heads * self.layer.out_features
-            computed.append(("messages", columns, self.layer.project))
-        if has_scores:
-            computed.append(("scores", self.layer.heads, self.layer.scores))
-        stored = [
-            self.scratch.rows(f"{what}-{self.index + 1}", count, columns, self.dtype)
-            for what, columns, _ in computed
-        ]
-        shares = assign_equal_ranges(count, batch_nodes, workers.count)
-        with joint_work(workers.group) as work:
-            for begin, end in shares[workers.rank]:
-                missing = [not rows.has(begin, end) for rows in stored]
-                if any(missing):
-                    x = self.inputs(ids_of_range(sources, begin, end))
-                    for rows, (*_, compute) in zip(stored, computed, strict=True):
-                        rows.write(begin, end, compute(x))
-                work.report_progress()
-            for rows in stored:
-                rows.sync()
-        for rows in stored:
-            if not rows.is_finished:
-                self.scratch.finish(rows, shares)
-        tables = [rows.table() for rows in stored]
-        if has_scores:
-            self.score_table, self.score_row_of = tables[-1], row_index(sources, self.graph)
-            self.scores = self.score_table.rows
-        if self.is_projected:
-            self.aggregated, self.aggregated_row_of = tables[0], row_index(sources, self.graph)
+        super().prepare_sources(sources, batch_nodes, store)
+        if self.score_table is not None:
+            self.score_row_of = row_index(sources, self.graph)
 
     def aggregate_in_place(self, ids: Tensor, is_range: bool) -> tuple[Tensor, Tensor]:
         """See `FullLayer.aggregate_in_place`; the rows of one chunk at a time are gathered."""
@@ -94,7 +60,7 @@ class StreamedLayer(FullLayer):
         degrees = indptr.diff() if self.layer.needs_degrees else None
         # a marker: the norms of each chunk are computed from its degrees
         norms = torch.empty(0, dtype=self.dtype) if degrees is not None else None
-        edges = _ChunkedLayerEdges(indptr, indices, ids, norms, degrees, self)
+        edges = _ChunkedLayerEdges(indptr, indices, ids, norms, degrees, source=self)
         x_target = self.inputs(ids)
         out = self.layer.compute_targets(
             edges, self.aggregated.rows, self.scores, x_target, self.is_projected
@@ -124,21 +90,12 @@ class StreamedLayer(FullLayer):
                 rows = gather_rows(self.aggregated, part, self.device, self.dtype)
                 file.write(bytes_of(rows))
             file.flush()
-            return map_rows(file.fileno(), len(at), self.aggregated.num_columns, self.dtype)
+            return map_rows(file.fileno(), len(at), self.aggregated.num_columns, self.dtype)[1]
 
     def scores_of(self, ids: Tensor) -> Tensor:
-        """Return the attention scores of nodes, (n, heads); (n, 0) without attention."""
-        if self.score_table is None:
-            return torch.empty(len(ids), 0, dtype=self.dtype)
+        """Return the attention scores of nodes, (n, heads)."""
+        assert self.score_table is not None, "the layer has attention"
         return self.score_table.gather(ids if self.score_row_of is None else self.score_row_of[ids])
-
-    def norms_of(self, ids: Tensor) -> Tensor:
-        """Return 1 / sqrt(degree + 1) of nodes."""
-        return inverse_sqrt_degrees(degrees_of(self.graph, ids), self.dtype)
-
-    def compact(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the distinct ids of `nodes` in ascending order, and the index in them of each."""
-        return self._compact(nodes)
 
 
 class _Compact:
@@ -149,6 +106,7 @@ class _Compact:
         self.position = torch.empty(num_nodes, dtype=torch.int32)
 
     def __call__(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the distinct ids of `nodes` in ascending order, and the index in them of each."""
         at = nodes.long()
         self.seen[at] = True
         ids = self.seen.nonzero().flatten()
@@ -173,11 +131,10 @@ class _ChunkedLayerEdges(LayerEdges):
     The indices are node ids.
     """
 
-    source: StreamedLayer | None = None
+    source: StreamedLayer = field(kw_only=True)
 
     def target_rows(self, rows: Tensor) -> Tensor:
         """See `LayerEdges`; `rows` are not read."""
-        assert self.source is not None, "as constructed"
         assert self.self_index is not None, "as constructed"
         parts = self.self_index.split(self.source.max_rows)
         return torch.cat([self.source.rows_of(part) for part in parts])
@@ -186,7 +143,6 @@ class _ChunkedLayerEdges(LayerEdges):
         self, rows: Tensor, target_scale: Tensor, source_scale: Tensor | None = None
     ) -> Tensor:
         """See `LayerEdges`; `rows` are not read."""
-        assert self.source is not None, "as constructed"
         parts = []
         for chunk in self._chunks():
             norms = None if source_scale is None else self.source.norms_of(chunk.ids)
@@ -204,7 +160,6 @@ class _ChunkedLayerEdges(LayerEdges):
         seed: int = 0,
     ) -> Tensor:
         """See `LayerEdges`; `rows_SHF` and `scores` are not read."""
-        assert self.source is not None, "as constructed"
         parts = []
         for chunk in self._chunks():
             chunk_rows = self.source.rows_of(chunk.ids).view(-1, *rows_SHF.shape[1:])
@@ -222,7 +177,6 @@ class _ChunkedLayerEdges(LayerEdges):
         seed: int = 0,
     ) -> Tensor:
         """See `LayerEdges`; `rows_SHF` are not read."""
-        assert self.source is not None, "as constructed"
         parts = []
         for chunk in self._chunks():
             chunk_rows = self.source.rows_of(chunk.ids).view(-1, *rows_SHF.shape[1:])
@@ -232,7 +186,6 @@ class _ChunkedLayerEdges(LayerEdges):
 
     def _chunks(self) -> Iterator[_Chunk]:
         """Yield chunks of targets whose source rows fit into memory, but of at least one target."""
-        assert self.source is not None, "as constructed"
         assert self.self_index is not None, "as constructed"
         # the edges and targets up to each target bound the number of distinct sources
         ends = self.indptr + torch.arange(len(self.indptr))

@@ -1,13 +1,15 @@
-"""Workers that divide the outputs of a layer among them, and exchange them between machines."""
+"""Workers that divide the outputs of a layer among them, and the rows that they compute."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm, AllToAll, Group, run
+from gcnzc.exchange.long_work import joint_work
 from gcnzc.exchange.sync import all_gather_scalar
+from gcnzc.features.table import FeatureTable
 from gcnzc.train.layerwise.ranges import Span
 from gcnzc.train.shared_data import first_workers, shared_empty
 
@@ -21,37 +23,61 @@ class Rows(Protocol):
     dtype: torch.dtype
     num_columns: int
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether all rows are stored from an earlier computation."""
+
+    def has(self, begin: int, end: int) -> bool:
+        """Whether the rows of a span are stored from an earlier computation."""
+
     def read(self, begin: int, end: int) -> Tensor:
         """Return the rows of a span, (end - begin, num_columns) on the host."""
 
     def write(self, begin: int, end: int, values: Tensor) -> None:
         """Set the rows of a span, from a tensor of any device."""
 
+    def sync(self) -> None:
+        """Store what was written."""
+
+    def table(self) -> FeatureTable:
+        """Return the rows as a table, after all are computed."""
+
 
 class MemoryRows:
     """Rows in host memory.
 
     Args:
-        tensor: (n, ...), contiguous, in memory that the workers of a machine share.
-        indices_of: `indices_of(begin, end)` returns the indices of a span in `tensor`. Default: the
-            slice.
+        tensor: (n, columns), contiguous, in memory that the workers of a machine share.
+        indices: (m,) indices in `tensor` of the rows that are computed. Default: all, in order.
     """
 
-    def __init__(
-        self, tensor: Tensor, indices_of: Callable[[int, int], slice | Tensor] = slice
-    ) -> None:
-        self.tensor = tensor.view(len(tensor), -1) if tensor.numel() else tensor
-        self.dtype = tensor.dtype
-        self.num_columns = self.tensor.shape[1] if tensor.numel() else 0
-        self.indices_of = indices_of
+    is_finished = False
+
+    def __init__(self, tensor: Tensor, indices: Tensor | None = None) -> None:
+        self.tensor, self.indices = tensor, indices
+        self.dtype, self.num_columns = tensor.dtype, tensor.shape[1]
+
+    def _at(self, begin: int, end: int) -> slice | Tensor:
+        return slice(begin, end) if self.indices is None else self.indices[begin:end]
+
+    def has(self, begin: int, end: int) -> bool:
+        """See `Rows`."""
+        return False
 
     def read(self, begin: int, end: int) -> Tensor:
         """See `Rows`."""
-        return self.tensor[self.indices_of(begin, end)]
+        return self.tensor[self._at(begin, end)]
 
     def write(self, begin: int, end: int, values: Tensor) -> None:
         """See `Rows`."""
-        self.tensor[self.indices_of(begin, end)] = values.cpu()
+        self.tensor[self._at(begin, end)] = values.cpu()
+
+    def sync(self) -> None:
+        """See `Rows`; other workers see the rows after the next collective."""
+
+    def table(self) -> FeatureTable:
+        """See `Rows`."""
+        return FeatureTable(self.tensor)
 
 
 class Workers:
@@ -116,6 +142,65 @@ class Workers:
         for piece, part in zip(pieces, run(_all_to_all(parts, counts), self.group), strict=True):
             if len(part):
                 rows.write(*piece, part.view(-1, rows.num_columns))
+
+
+class Store:
+    """Keeps rows in host memory; a `Scratch` keeps them on disk instead.
+
+    Args:
+        workers: the workers that compute the rows.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+
+    def is_finished(self, name: str) -> bool:
+        """Whether all machines have all rows of a name from an earlier computation."""
+        return False
+
+    def rows(self, name: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> Rows:
+        """Return the rows of a name, which are computed next; a collective call."""
+        return MemoryRows(self.workers.empty(dtype, num_rows, num_columns))
+
+    def compute(
+        self,
+        rows: Sequence[Rows],
+        shares: Sequence[Sequence[Span]],
+        compute: Callable[[int, int], Sequence[Tensor]],
+        advance: Callable[[int], object] = lambda count: None,
+    ) -> None:
+        """Compute the rows that are missing, and copy them to all machines; a collective call.
+
+        Args:
+            rows: of one or several names.
+            shares: the spans that each worker computes.
+            compute: `compute(begin, end)` returns the values of a span, for each of `rows`.
+            advance: called with the number of rows of each span of this worker.
+        """
+        with joint_work(self.workers.group) as work:
+            for begin, end in shares[self.workers.rank]:
+                if not all(each.has(begin, end) for each in rows):
+                    for each, values in zip(rows, compute(begin, end), strict=True):
+                        each.write(begin, end, values)
+                advance(end - begin)
+                work.report_progress()
+            for each in rows:
+                each.sync()
+        for each in rows:
+            if not each.is_finished:
+                self.finish(each, shares)
+
+    def finish(self, rows: Any, shares: Sequence[Sequence[Span]]) -> None:
+        """Copy the rows to all machines; a collective call.
+
+        Args:
+            rows: the rows, of which each worker has computed its share.
+            shares: the spans that each worker has computed.
+        """
+        self.workers.distribute(rows, shares)
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Delete the stored rows of names, which are not needed any more."""
 
 
 def _all_to_all(parts: Sequence[Tensor], counts: Sequence[int]) -> Algorithm[list[Tensor]]:
