@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from gcnzc.datasets.source import SPLITS
-from gcnzc.exchange import Group
 from gcnzc.system import files
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.correct_and_smooth import correct_and_smooth
+from gcnzc.train.node_outputs import Evaluated
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.run_folder import read_config
 from gcnzc.train.tasks import build_task
@@ -51,15 +51,16 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     data, task = trained.data, build_task(options, trained.data)
     if isinstance(task, HeteroNodeTask | HeteroLinkTask):
         task.embeddings = trained.embeddings
-    model, device, begin = trained.model, trained.device, time.perf_counter()
+    begin = time.perf_counter()
     with trained.open_features(has_labels=False) as table:
-        task.choose_evaluation(model, table, Group(), reporter.say, splits=SPLITS)
+        of = Evaluated(trained.model, table, trained.device)
+        task.choose_evaluation(of, reporter.say, SPLITS)
         with reporter.task("evaluate") as bar:
-            is_whole = trained.is_hetero and config.predictions
+            of, is_whole = replace(of, progress=bar), trained.is_hetero and config.predictions
             if task.evaluator.method == "exact" or is_whole:
-                outputs, scores = task.outputs(model, table, device, bar)
+                outputs, scores = task.outputs(of)
             else:
-                scores = task.evaluate(model, table, device, bar, splits=SPLITS)
+                scores = task.evaluate(of, SPLITS)
     line: dict[str, Any] = {}
     if config.postprocess.name != "none":
         with reporter.task("correct and smooth") as bar:

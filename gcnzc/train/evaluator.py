@@ -3,19 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from gcnzc.exchange import Group, run
+from gcnzc.exchange import run
 from gcnzc.exchange.sync import all_gather_scalar
-from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
-from gcnzc.models.stack import Model
 from gcnzc.system.host_memory import total_bytes
 from gcnzc.train.config import LoadingOptions
 from gcnzc.train.evaluation_cost import choose_evaluation, format_memory_warning
-from gcnzc.train.inference import Progress
-from gcnzc.train.node_outputs import node_outputs
+from gcnzc.train.node_outputs import Evaluated, node_outputs
 
 METHODS = ("needed", "exact", "sampled")
 
@@ -69,13 +65,7 @@ class Evaluator:
         return self.fanouts if self.method == "sampled" else None
 
     def choose(
-        self,
-        model: Model,
-        graph: Graph,
-        nodes: Tensor,
-        num_columns: int,
-        group: Group,
-        say: Callable[[str], object],
+        self, of: Evaluated, graph: Graph, nodes: Tensor, say: Callable[[str], object]
     ) -> None:
         """Choose a method if it is "auto", and say which and why; a collective call.
 
@@ -84,42 +74,20 @@ class Evaluator:
         The choice depends on the graph, the model and the total memory of the machine of worker 0,
         not on free memory, so that a run that is resumed on this machine makes the same choice.
         """
-        if group.rank == 0 and self.method in ("needed", "exact"):
-            evaluated, memory = None if self.method == "exact" else nodes, total_bytes()
-            if message := format_memory_warning(model, graph, evaluated, num_columns, memory):
-                say(message)
-        if self.method != "auto":
-            return
+        asked = of.model, graph, None if self.method == "exact" else nodes, of.table.num_columns
         number = 0
-        if group.rank == 0:
-            memory, can_sample = total_bytes(), any(number >= 0 for number in self.fanouts)
-            choice = choose_evaluation(
-                model, graph, nodes, num_columns, memory, can_sample=can_sample
-            )
+        if of.group.rank == 0 and self.method == "auto":
+            can_sample = any(fanout >= 0 for fanout in self.fanouts)
+            choice = choose_evaluation(*asked, total_bytes(), can_sample=can_sample)
             say(f"evaluation: {choice.method}, {choice.reason}")
             number = METHODS.index(choice.method)
-        self.method = METHODS[run(all_gather_scalar(number), group)[0]]
+        elif of.group.rank == 0 and self.method != "sampled":
+            message = format_memory_warning(*asked, total_bytes())
+            if message:
+                say(message)
+        if self.method == "auto":
+            self.method = METHODS[run(all_gather_scalar(number), of.group)[0]]
 
-    def outputs(
-        self,
-        model: Model,
-        graph: Graph,
-        table: FeatureTable,
-        device: torch.device,
-        nodes: Tensor | None,
-        progress: Progress | None = None,
-        group: Group | None = None,
-    ) -> Tensor:
+    def outputs(self, of: Evaluated, graph: Graph, nodes: Tensor | None) -> Tensor:
         """Return the (M, columns) outputs of nodes, see `node_outputs`."""
-        return node_outputs(
-            model,
-            graph,
-            table,
-            device,
-            nodes,
-            self.method,
-            fanouts=self.fanouts,
-            seed=self.seed,
-            progress=progress,
-            group=group,
-        )
+        return node_outputs(of, graph, nodes, self.method, fanouts=self.fanouts, seed=self.seed)

@@ -17,6 +17,7 @@ from gcnzc.system.malloc import freed_memory
 from gcnzc.train.accumulation import Accumulation
 from gcnzc.train.callbacks import Callback, Hooks
 from gcnzc.train.errors import Interrupted, StopTraining
+from gcnzc.train.node_outputs import Evaluated
 from gcnzc.train.signals import STOP
 from gcnzc.train.state import Output, Run
 from gcnzc.train.tasks.base import flatten_scores
@@ -167,7 +168,8 @@ def evaluate(run: Run, hooks: Hooks) -> None:
     title = f"evaluate {run.epoch + 1}/{run.config.training.epochs}"
     # the arrays of whole layers are too large for steps to reuse
     with freed_memory(kept=False), run.reporter.task(title) as advance:
-        run.scores = run.task.evaluate(run.evaluated, run.table, run.device, advance, run.group)
+        evaluated = Evaluated(run.evaluated, run.table, run.device, advance, run.group)
+        run.scores = run.task.evaluate(evaluated)
     run.line |= flatten_scores(run.scores)
     hooks("on_evaluate", run)
     run.optimizer.restore_parameters(own)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gcnzc.datasets.numbering import KnownNodes
 from gcnzc.datasets.source import SPLITS
@@ -24,6 +24,7 @@ from gcnzc.sampling.hetero_link import HeteroLinkSampler
 from gcnzc.train.config import check_fanouts
 from gcnzc.train.hetero.encoder import build_hetero_sampler, choose_fanouts
 from gcnzc.train.hetero.inference import hetero_outputs, with_embeddings
+from gcnzc.train.node_outputs import Evaluated
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.trained import Array, Trained, open_trained
 
@@ -375,9 +376,9 @@ def _score_typed_pairs(
         seed=config.loading.seed,
     )
 
-    def compute(model: nn.Module, batch: HeteroBatch) -> Tensor:
+    def compute(batch: HeteroBatch) -> Tensor:
         x = with_embeddings(batch, trained.embeddings)
-        logits: Tensor = model(batch.blocks, x, batch.pairs)
+        logits: Tensor = trained.model(batch.blocks, x, batch.pairs)
         return logits[:, None]
 
     with trained.open_features() as table, reporter.task("predict") as bar:
@@ -389,7 +390,8 @@ def _score_typed_pairs(
             device=trained.device,
             threads=config.loading.threads or None,
         )
-        return hetero_outputs(trained.model, loader, compute, 1, bar)[:, 0]
+        of = Evaluated(trained.model, table, trained.device, bar)
+        return hetero_outputs(of, loader, compute, 1)[:, 0]
 
 
 def embed(

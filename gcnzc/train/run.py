@@ -47,12 +47,14 @@ from gcnzc.train.listeners import Average, Best, Board, Progress, Record, Signal
 from gcnzc.train.loop import fit
 from gcnzc.train.memory import check_memory, footprint_of
 from gcnzc.train.mixed_seed import mixed_seed
+from gcnzc.train.node_outputs import Evaluated
 from gcnzc.train.options import rows, unread
 from gcnzc.train.precision import build_precision
 from gcnzc.train.presets import Preset, describe_published_score, read_preset
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.results import Result, interruption
 from gcnzc.train.schedules import build_schedule
+from gcnzc.train.schema import schema_of
 from gcnzc.train.seed_parts import find_parts
 from gcnzc.train.setup import (
     build_loader,
@@ -68,6 +70,7 @@ from gcnzc.train.tasks.hetero_link import HeteroLinkTask
 from gcnzc.train.tasks.hetero_node import HeteroNodeTask
 from gcnzc.train.tasks.node import NodeTask
 from gcnzc.train.tracing import Trace, format_trace_warning
+from gcnzc.train.trained import build_model
 from gcnzc.train.weight_average import build_average
 
 # torch's global random generators, which initial weights and dropout use, belong to the process
@@ -197,7 +200,7 @@ def built(
             # with full batches the process would grow, since a step has few, large arrays
             stack.enter_context(freed_memory(kept=True))
         torch.manual_seed(config.loading.seed)
-        model = task.model().to(device)
+        model = build_model(config, data, schema_of(data)).to(device)
         if group.rank:  # each worker has its own dropout masks
             torch.manual_seed(mixed_seed(config.loading.seed, group.rank))
         parts, cut = find_parts(config, data, task, group.world_size, group)
@@ -208,7 +211,7 @@ def built(
             assert isinstance(data, Dataset), "full batches are of graphs of one node type"
             assert isinstance(table, FeatureTable), "full batches are of graphs of one node type"
             task.whole_graph = build_evaluation_loader(config, data, table, model, loader)
-        task.choose_evaluation(model, table, group, reporter.say)
+        task.choose_evaluation(Evaluated(model, table, device, group=group), reporter.say)
         steps = config.training.epochs * len(
             Accumulation(loader.shares, config.training.accumulate)
         )
@@ -381,7 +384,9 @@ def _check_memory(
     layer_nodes = None
     if config.is_full_batch:
         layer_nodes = find_layer_nodes(data.graph, task.seeds, config.layers).counts
-    check_memory(footprint_of(config, task.model, *sizes, layer_nodes), device, group)
+    schema = schema_of(data)
+    footprint = footprint_of(config, lambda: build_model(config, data, schema), *sizes, layer_nodes)
+    check_memory(footprint, device, group)
 
 
 def _cuda_devices(device: torch.device) -> list[int]:

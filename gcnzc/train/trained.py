@@ -33,6 +33,7 @@ from gcnzc.train.hetero.inference import typed_outputs
 from gcnzc.train.hetero.link_model import build_hetero_link_model
 from gcnzc.train.inference import inference
 from gcnzc.train.label_inputs import LabelInputs, append_labels
+from gcnzc.train.node_outputs import Evaluated
 from gcnzc.train.progress import Reporter
 from gcnzc.train.run_folder import BEST, CONFIG, read_config
 from gcnzc.train.schema import Schema, check_names, read_schema, schema_of
@@ -203,17 +204,14 @@ class Trained:
                 )
             ids = np.arange(self.num_nodes(node_type)) if nodes is None else nodes
             return typed_outputs(
+                Evaluated(self.encoder, table, self.device, bar),
                 self.config,
-                self.encoder,
                 self.graph,
-                table,
                 self.embeddings,
                 (node_type, torch.from_numpy(ids)),
-                self.device,
                 layer=layer,
                 fanouts=fanouts,
                 times=times,
-                progress=bar,
             )
 
 
@@ -259,7 +257,7 @@ def open_trained(
         if found != schema.num_outputs:
             raise _size_error(path, config, "outputs (classes)", found, schema.num_outputs)
     chosen = choose_device(device)
-    model = _build_model(config, data, schema).to(chosen)
+    model = build_model(config, data, schema).to(chosen)
     best = _load_best(model, run, path, config)
     embeddings = {}
     if isinstance(data, HeteroDataset):
@@ -269,8 +267,14 @@ def open_trained(
     )
 
 
-def _build_model(config: TrainConfig, data: Any, schema: Schema) -> nn.Module:
-    """Build the model of a run for the features of a graph, which may have no labels."""
+def build_model(config: TrainConfig, data: Any, schema: Schema) -> nn.Module:
+    """Build the model of a run on the CPU, with initial weights from torch's generator.
+
+    Args:
+        config: options of the run.
+        data: a `Dataset` or `HeteroDataset` with the features, which may have no labels.
+        schema: the outputs of the model.
+    """
     is_link, num_outputs = config.graph.task.name == "link", schema.num_outputs
     if isinstance(data, HeteroDataset):
         if is_link:

@@ -18,6 +18,7 @@ from gcnzc.train import node_outputs
 from gcnzc.train.evaluation_cost import choose_evaluation, predict_cost
 from gcnzc.train.evaluator import Evaluator
 from gcnzc.train.inference import inference
+from gcnzc.train.node_outputs import Evaluated
 from gcnzc.train.run_folder import read_config
 
 SIZES = ["--nodes", "600", "--edges", "3000", "--num-features", "8", "--classes", "3"]
@@ -34,9 +35,7 @@ def test_all_sampled_neighbours_are_exact(name):
     expected = inference(model, graph, table, nodes=nodes)
     for method, fanouts in (("sampled", [-1, -1, -1]), ("exact", []), ("needed", [])):
         evaluator = Evaluator(method, fanouts)
-        found = evaluator.outputs(
-            model, graph, table, torch.device("cpu"), nodes, lambda *step: None, None
-        )
+        found = evaluator.outputs(Evaluated(model, table, CPU), graph, nodes)
         torch.testing.assert_close(found, expected)
 
 
@@ -47,17 +46,9 @@ def sampled(group=None, threads=1):
     torch.set_num_threads(threads)
     graph = random_graph(200, 2000)
     table = FeatureTable(torch.randn(200, 5))
-    found = node_outputs.node_outputs(
-        SAGE(5, 8, 3),
-        graph,
-        table,
-        torch.device("cpu"),
-        torch.randperm(200),
-        "sampled",
-        fanouts=[3, 3, 3],
-        seed=1,
-        group=group,
-    )
+    of = Evaluated(SAGE(5, 8, 3), table, CPU, group=group or Group())
+    nodes = torch.randperm(200)
+    found = node_outputs.node_outputs(of, graph, nodes, "sampled", fanouts=[3, 3, 3], seed=1)
     return found.clone()
 
 
@@ -119,29 +110,26 @@ def test_the_cheaper_evaluation_that_fits_is_chosen(monkeypatch):
         choice = choose_evaluation(model, chain, most, 16, memory, can_sample=True)
         assert choice.method == method
     assert "gcnzc predict --scratch" in choice.reason
-    said = []
+    said, of = [], Evaluated(model, FeatureTable(torch.randn(1000, 16)), CPU)
     evaluator = Evaluator("auto")
-    evaluator.choose(model, chain, few, 16, Group(), said.append)
+    evaluator.choose(of, chain, few, said.append)
     assert evaluator.method == "needed"
     assert said[0].startswith("evaluation: needed, predicted")
-    evaluator.choose(model, chain, most, 16, Group(), said.append)
+    evaluator.choose(of, chain, most, said.append)
     assert len(said) == 1
     monkeypatch.setattr(evaluator_module, "total_bytes", lambda: 1000)
     for fanouts, method in (((), "needed"), ((2, 2, 2), "sampled")):
         evaluator = Evaluator("auto", fanouts)
-        evaluator.choose(model, chain, most, 16, Group(), said.append)
+        evaluator.choose(of, chain, most, said.append)
         assert evaluator.method == method
     said.clear()
     for nodes, warned in ((few, False), (most, True)):
-        Evaluator("needed").choose(model, chain, nodes, 16, Group(), said.append)
+        Evaluator("needed").choose(of, chain, nodes, said.append)
         assert bool(said) == warned
     assert said[0].startswith("warning: the layer outputs of an evaluation take ")
-    Evaluator("exact").choose(model, chain, few, 16, Group(), said.append)
+    Evaluator("exact").choose(of, chain, few, said.append)
     assert len(said) == 2
-    found = evaluator.outputs(
-        model, chain, FeatureTable(torch.randn(1000, 16)), CPU, most, lambda *_: None, None
-    )
-    assert found.shape == (990, 4)
+    assert evaluator.outputs(of, chain, most).shape == (990, 4)
 
 
 @pytest.fixture(scope="module")

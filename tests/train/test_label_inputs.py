@@ -11,7 +11,9 @@ from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.prediction import predict
 from gcnzc.train.run import train
+from gcnzc.train.schema import schema_of
 from gcnzc.train.tasks import build_task
+from gcnzc.train.trained import build_model
 
 LABELS = "node:label_inputs=0.5"
 
@@ -50,7 +52,7 @@ def losses(config, data, seed, permuted=None):
         data = replace(data, labels=labels)
     task = build_task(config, data)
     torch.manual_seed(0)
-    model = task.model().train()
+    model = build_model(config, data, schema_of(data)).train()
     loader = Loader(
         data.graph, data.table, task.seeds, [-1, -1], 50, labels=data.labels, threads=1, seed=1
     )

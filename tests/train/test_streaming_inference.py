@@ -21,7 +21,7 @@ from gcnzc.models import GIN, SAGE
 from gcnzc.train import inference as inference_module
 from gcnzc.train.inference import inference
 from gcnzc.train.label_inputs import LabelInputs, append_labels
-from gcnzc.train.layerwise import journal, ranges, stored_rows
+from gcnzc.train.layerwise import ranges
 from gcnzc.train.layerwise import scratch as scratch_module
 
 
@@ -86,7 +86,7 @@ class Computer:
     def __init__(self, monkeypatch, end):
         self.count, self.end, self.lost = 0, end, {}
         self.pwrite, fdatasync = os.pwrite, os.fdatasync
-        append, unlink, ftruncate = journal.append_whole, Path.unlink, os.ftruncate
+        append, unlink, ftruncate = scratch_module.append_whole, Path.unlink, os.ftruncate
 
         def pwrite(file, data, at):
             # a part, as a disk that becomes full
@@ -120,7 +120,7 @@ class Computer:
         monkeypatch.setattr(os, "fdatasync", sync)
         monkeypatch.setattr(os, "ftruncate", truncate)
         monkeypatch.setattr(Path, "unlink", remove)
-        monkeypatch.setattr(journal, "append_whole", append_whole)
+        monkeypatch.setattr(scratch_module, "append_whole", append_whole)
 
     def step(self):
         self.count += 1
@@ -133,7 +133,7 @@ class Computer:
 
 @pytest.mark.parametrize("name", ["gat", pytest.param("deep", marks=pytest.mark.slow)])
 def test_it_resumes_wherever_it_ended(name, small, tmp_path, monkeypatch):
-    monkeypatch.setattr(stored_rows, "SYNC_BYTES", 900)
+    monkeypatch.setattr(scratch_module, "SYNC_BYTES", 900)
     graph = random_graph(30, 150)
     options = {} if name == "gat" else STACKS[1]
     model = made("gat" if name == "gat" else "gcn", 30, 8, 4, **options).float()
@@ -195,11 +195,11 @@ def test_rows_of_another_computation_are_refused(small, tmp_path):
 
 
 def test_a_journal_line_that_is_not_whole_is_ignored(tmp_path):
-    whole = b'{"rows": "layer-1", "begin": 0, "end": 4}\n'
+    whole = b'["layer-1", 0, 4]\n'
     for rank in (0, 1):
-        cut = b'{"rows": "layer-1", "begin": 4, "end": 8}'
+        cut = b'["layer-1", 4, 8]'
         (tmp_path / f"journal-{rank}.jsonl").write_bytes(whole + cut)
-    assert journal.Journal(tmp_path, 0).spans == {"layer-1": {(0, 4)}}
+    assert scratch_module.Journal(tmp_path, 0).spans == {"layer-1": {(0, 4)}}
     assert (tmp_path / "journal-0.jsonl").read_bytes() == whole
     # the file of another worker, which may be writing it
     assert (tmp_path / "journal-1.jsonl").read_bytes() == whole + cut
@@ -215,8 +215,6 @@ def test_wrong_folders_and_memory_are_refused(small, tmp_path, monkeypatch):
         inference(model, graph, table, memory=1 << 20)
     with pytest.raises(ValueError, match="layer is 4, but must be at most 3"):
         inference(model, graph, table, layer=4)
-    with pytest.raises(TypeError, match="scratch"):
-        inference(model, graph, table, scratch=3)
     (tmp_path / "mine").write_text("kept")
     with pytest.raises(ValueError, match="not a scratch folder: it has mine"):
         inference(model, graph, table, scratch=tmp_path)
@@ -258,7 +256,7 @@ def problem(num_nodes=3000):
 
 def infer_until(folder, last):
     model, graph, table = problem()
-    stored_rows.SYNC_BYTES = 1 << 14
+    scratch_module.SYNC_BYTES = 1 << 14
     calls = count_calls(
         lambda: inference(model, graph, table, scratch=folder, memory=1 << 20), last
     )

@@ -18,10 +18,13 @@ from gcnzc.models.metrics import auc
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.inference import inference
+from gcnzc.train.node_outputs import Evaluated
 from gcnzc.train.run import train
+from gcnzc.train.schema import schema_of
 from gcnzc.train.tasks import build_task
 from gcnzc.train.tasks.link import LinkTask
 from gcnzc.train.tasks.node import NodeTask
+from gcnzc.train.trained import build_model
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +67,9 @@ def test_every_model_learns(model, decoder, config, tmp_path):
 def test_scores_equal_those_of_all_pairs_one_by_one(config):
     data = load(config.graph.data)
     task = LinkTask(config, data)
-    model = task.model()
+    model = build_model(config, data, schema_of(data))
     table = FeatureTable(data.features)
-    found = task.evaluate(model, table, torch.device("cpu"), lambda *_: None)
+    found = task.evaluate(Evaluated(model, table, torch.device("cpu")))
     rows = inference(model.encoder, data.graph, table)
     model.eval()
     for part in ("valid", "test"):
@@ -76,7 +79,7 @@ def test_scores_equal_those_of_all_pairs_one_by_one(config):
         )
         expected = auc(positives.detach(), negatives.detach())
         assert found["auc"][part] == pytest.approx(expected, abs=1e-6)
-    outputs, scores = task.outputs(model, table, torch.device("cpu"), lambda *_: None)
+    outputs, scores = task.outputs(Evaluated(model, table, torch.device("cpu")))
     torch.testing.assert_close(outputs, rows)
     assert scores["auc"]["test"] == pytest.approx(found["auc"]["test"], abs=1e-6)
 

@@ -9,19 +9,16 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gcnzc.exchange import Group
 from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.graph.hetero.graph import HeteroGraph
 from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.models.hetero import HeteroModel
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.hetero.data import TypedTables
 from gcnzc.train.hetero.encoder import build_hetero_sampler, choose_fanouts
-from gcnzc.train.node_outputs import Spans, minibatch_outputs
+from gcnzc.train.node_outputs import Evaluated, Spans, minibatch_outputs
 
 # independent of the number of workers, as minibatches determine how outputs are rounded; those with
 # all neighbours are smaller, because they have many nodes for each seed
@@ -38,42 +35,36 @@ def with_embeddings(
 
 
 def typed_outputs(
+    of: Evaluated,
     config: TrainConfig,
-    encoder: HeteroModel,
     graph: HeteroGraph,
-    table: TypedTables,
     embeddings: Mapping[str, EmbeddingTable],
     seeds: tuple[str, Tensor],
-    device: torch.device,
     *,
     layer: int | None = None,
     fanouts: Sequence[int] | None = None,
     times: Tensor | None = None,
-    progress: Callable[[int, int], object] | None = None,
-    group: Group | None = None,
 ) -> Tensor:
     """Compute the outputs of a model, or of one of its layers, for nodes of one type.
 
     Args:
+        of: the encoder, and the features by node type.
         config: options of the run.
-        encoder: on `device`.
         graph: for message passing.
-        table: features by node type.
         embeddings: of the node types without features.
         seeds: node type, and (M,) ids.
-        device: of the computation.
         layer: number of the layer, from 1; None for the outputs of the model.
         fanouts: neighbours per node and edge type, input layer first; None for all.
         times: (M,) times of the nodes, for a temporal run. Default: their own.
-        progress, group: see `hetero_outputs`.
 
     Returns:
         (M, columns) on the host, as `hetero_outputs`.
     """
+    encoder: HeteroModel = of.model
     num_layers, node_type = len(encoder.layers), seeds[0]
     is_last = layer is None or (layer == num_layers and not encoder.output_linears)
 
-    def compute(_: nn.Module, batch: HeteroBatch) -> Tensor:
+    def compute(batch: HeteroBatch) -> Tensor:
         x = with_embeddings(batch, embeddings)
         if layer is not None:
             return encoder.layer_outputs(batch.blocks, x, node_type)
@@ -86,35 +77,30 @@ def typed_outputs(
         seeds,
         WHOLE_SEEDS if fanouts is None else SAMPLED_SEEDS,
         seed_times=times,
-        tables=table.tables,
-        device=device,
+        tables=of.table.tables,
+        device=of.device,
         threads=config.loading.threads or None,
         may_be_empty=True,
     )
-    columns = encoder.out_features if is_last else encoder.hidden
-    return hetero_outputs(encoder, loader, compute, columns, progress, group)
+    return hetero_outputs(of, loader, compute, encoder.out_features if is_last else encoder.hidden)
 
 
 def hetero_outputs(
-    model: nn.Module,
+    of: Evaluated,
     loader: HeteroLoader,
-    compute: Callable[[nn.Module, HeteroBatch], Tensor],
+    compute: Callable[[HeteroBatch], Tensor],
     num_columns: int,
-    progress: Callable[[int, int], object] | None = None,
-    group: Group | None = None,
 ) -> Tensor:
     """Compute the outputs of all seeds of a loader, in the order of the seeds.
 
-    The model runs in evaluation mode; its mode is restored afterwards. Neighbours are sampled as in
-    epoch 0, so that the model is compared on the same neighbourhoods in all evaluations.
+    Neighbours are sampled as in epoch 0, so that the model is compared on the same neighbourhoods
+    in all evaluations.
 
     Args:
-        model: on the device of the loader.
+        of: whose outputs they are.
         loader: its `batch_size` is that of the minibatches; it is the same on all workers.
-        compute: `compute(model, batch)` returns the (S, num_columns) outputs of a minibatch.
+        compute: `compute(batch)` returns the (S, num_columns) outputs of a minibatch.
         num_columns: columns of the outputs.
-        progress: called with (done, total) of the seeds that this worker computes.
-        group: the workers among which the seeds are divided. Default: this process only.
 
     Returns:
         (M, num_columns) on the host, the same on all workers; those of a machine share the memory.
@@ -125,7 +111,6 @@ def hetero_outputs(
         batches = loader.batches_of((seeds[begin:end] for begin, end in spans), epoch=0)
         with closing(batches):
             for batch in batches:
-                yield compute(model, batch)
+                yield compute(batch)
 
-    shape = len(seeds), num_columns
-    return minibatch_outputs(model, shape, loader.shares.batch_size, compute_all, progress, group)
+    return minibatch_outputs(of, (len(seeds), num_columns), loader.shares.batch_size, compute_all)

@@ -3,18 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from gcnzc.exchange import Group, run
 from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.evaluator import Evaluator
+from gcnzc.train.node_outputs import Evaluated
 
 Scores: TypeAlias = dict[str, dict[str, float]]  # metric -> split -> value
-
-
-Progress: TypeAlias = Callable[[int, int], object]
 
 # The validation split selects the best model, and the test split is reported for it. The training
 # split is not scored after an epoch, as its nodes would have to be computed as well.
@@ -36,14 +33,11 @@ class Task(Protocol):
     best_accuracy: float | None  # the best possible accuracy, if it is known
     evaluator: Evaluator  # computes the outputs of the evaluated nodes
 
-    def model(self) -> nn.Module:
-        """Build a model on the CPU, with initial weights from torch's generator."""
-
     def logits(self, model: nn.Module, batch: Any) -> Tensor:
         """Compute the logits of a minibatch.
 
         Args:
-            model: a model of `model`, on the device of the minibatch.
+            model: the model of the run, on the device of the minibatch.
             batch: S seed nodes, or P pairs of nodes in link prediction.
 
         Returns:
@@ -61,44 +55,22 @@ class Task(Protocol):
             () on the device of the logits.
         """
 
-    def evaluate(
-        self,
-        model: nn.Module,
-        table: Any,
-        device: torch.device,
-        progress: Progress,
-        group: Group | None = None,
-        *,
-        splits: Sequence[str] = EVALUATED,
-    ) -> Scores:
+    def evaluate(self, of: Evaluated, splits: Sequence[str] = EVALUATED) -> Scores:
         """Score the model on splits, by the method of `evaluator`.
 
-        The workers of `group` share the work, and all return the same scores. Link prediction has
-        scores of the validation and test splits only.
+        All workers return the same scores. Link prediction has scores of the validation and test
+        splits only.
         """
 
     def choose_evaluation(
-        self,
-        model: nn.Module,
-        table: Any,
-        group: Group,
-        say: Callable[[str], object],
-        *,
-        splits: Sequence[str] = EVALUATED,
+        self, of: Evaluated, say: Callable[[str], object], splits: Sequence[str] = EVALUATED
     ) -> None:
         """Choose the method of `evaluator` for splits if it is "auto", and say why.
 
         A collective call, before the first call of `evaluate`.
         """
 
-    def outputs(
-        self,
-        model: nn.Module,
-        table: Any,
-        device: torch.device,
-        progress: Progress,
-        group: Group | None = None,
-    ) -> tuple[Tensor, Scores]:
+    def outputs(self, of: Evaluated) -> tuple[Tensor, Scores]:
         """Compute the outputs of the model for all nodes, and the scores of the splits.
 
         Returns:
@@ -113,12 +85,12 @@ def build_evaluator(config: TrainConfig) -> Evaluator:
     return evaluator
 
 
-def broadcast_scores(scores: Scores, group: Group | None) -> Scores:
+def broadcast_scores(scores: Scores, group: Group) -> Scores:
     """Broadcast the scores of worker 0 to all workers.
 
     The outputs are the same on all workers, but sums of them may differ between processor models.
     """
-    if group is None or group.world_size == 1:
+    if group.world_size == 1:
         return scores
     values = [value for by_split in scores.values() for value in by_split.values()]
     first = iter([run(all_gather_scalar(float(value)), group)[0] for value in values])

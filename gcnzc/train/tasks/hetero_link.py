@@ -1,6 +1,7 @@
 """The task of link prediction in heterogeneous graphs."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -24,9 +25,9 @@ from gcnzc.train.hetero.edge_split import (
 )
 from gcnzc.train.hetero.encoder import build_hetero_sampler, choose_fanouts
 from gcnzc.train.hetero.inference import hetero_outputs, typed_outputs, with_embeddings
-from gcnzc.train.hetero.link_model import HeteroLinkModel, build_hetero_link_model
-from gcnzc.train.node_outputs import Spans, minibatch_outputs
-from gcnzc.train.tasks.base import EVALUATED, Progress, Scores, broadcast_scores, build_evaluator
+from gcnzc.train.inference import Progress
+from gcnzc.train.node_outputs import Evaluated, Spans, minibatch_outputs
+from gcnzc.train.tasks.base import EVALUATED, Scores, broadcast_scores, build_evaluator
 from gcnzc.train.tasks.link import Decoder
 
 # edges that a worker ranks at once; independent of the number of workers
@@ -132,10 +133,6 @@ class HeteroLinkTask:
             seed=self.config.loading.seed,
         )
 
-    def model(self) -> nn.Module:
-        """See `Task`."""
-        return build_hetero_link_model(self.config, self.data)
-
     def logits(self, model: nn.Module, batch: HeteroBatch) -> Tensor:
         """See `Task`."""
         logits: Tensor = model(batch.blocks, with_embeddings(batch, self.embeddings), batch.pairs)
@@ -166,40 +163,21 @@ class HeteroLinkTask:
             **loading,
         )
 
-    def evaluate(
-        self,
-        model: Any,
-        table: Any,
-        device: torch.device,
-        progress: Progress,
-        group: Group | None = None,
-        *,
-        splits: Sequence[str] = EVALUATED,
-    ) -> Scores:
+    def evaluate(self, of: Evaluated, splits: Sequence[str] = EVALUATED) -> Scores:
         """See `Task`."""
         result: Scores = {}
         count = self.evaluate_negatives
         for split in (name for name in splits if name in EVALUATED):
             if count == "all":
-                scores = self._rank_among_all(model, split, table, device, progress, group)
+                scores = self._rank_among_all(of, split)
             else:
-                rows = self._score_with_negatives(
-                    model, split, count, table, device, progress, group
-                )
+                rows = self._score_with_negatives(of, split, count)
                 scores = score_pairs(rows[:, 0], rows[:, 1:], self.metric)
             for name, value in scores.items():
                 result.setdefault(name, {})[split] = value
-        return broadcast_scores(result, group)
+        return broadcast_scores(result, of.group)
 
-    def _rank_among_all(
-        self,
-        model: HeteroLinkModel,
-        name: str,
-        table: TypedTables,
-        device: torch.device,
-        progress: Progress,
-        group: Group | None,
-    ) -> dict[str, float]:
+    def _rank_among_all(self, of: Evaluated, name: str) -> dict[str, float]:
         """Rank the edges of a split among all nodes of the destination type, without known ones.
 
         The known destinations of a source are those of its training edges, and in the test split
@@ -222,43 +200,30 @@ class HeteroLinkTask:
 
         def embed(node_type: str, nodes: Tensor) -> Tensor:
             return typed_outputs(
+                replace(of, model=of.model.encoder),
                 self.config,
-                model.encoder,
                 split.graph,
-                table,
                 self.embeddings,
                 (node_type, nodes),
-                device,
                 fanouts=self.evaluator.sampled_fanouts,
                 times=None if time is None else torch.full((len(nodes),), time),
-                progress=progress,
-                group=group,
             )
 
         sources = embed(source, held_out.sources)
-        destinations = embed(destination, torch.arange(num_destinations)).to(device)
-        decoder = cast(Dot | HadamardMLP, model.decoder)
+        destinations = embed(destination, torch.arange(num_destinations)).to(of.device)
+        decoder = cast(Dot | HadamardMLP, of.model.decoder)
 
         def score(rows: Tensor) -> Tensor:
-            return decoder.score_all_pairs(sources[rows].to(device), destinations).cpu()
+            return decoder.score_all_pairs(sources[rows].to(of.device), destinations).cpu()
 
         def compute_ranks(spans: Spans) -> Generator[Tensor, None, None]:
             yield from held_out.compute_ranks(spans, score)
 
         shape = held_out.edges.shape[1], 2
-        ranks = minibatch_outputs(model, shape, RANKED_EDGES, compute_ranks, progress, group)
+        ranks = minibatch_outputs(of, shape, RANKED_EDGES, compute_ranks)
         return score_ranks(held_out.edges, ranks.double())
 
-    def _score_with_negatives(
-        self,
-        model: nn.Module,
-        split: str,
-        num_negatives: int,
-        table: TypedTables,
-        device: torch.device,
-        progress: Progress,
-        group: Group | None,
-    ) -> Tensor:
+    def _score_with_negatives(self, of: Evaluated, split: str, num_negatives: int) -> Tensor:
         """Return the logits of each edge of a split, and then of its negatives.
 
         The pairs of an edge are divided into parts of at most `EVALUATED_PAIRS`, so that a
@@ -271,58 +236,38 @@ class HeteroLinkTask:
         rows = torch.empty(sampler.num_items, 1 + num_negatives)
         for number, first in enumerate(firsts):
             count = min(size, num_negatives - first)
-            own = self._score_part(
-                model,
-                sampler.with_negatives(first, count),
-                table,
-                device,
-                _part_of_progress(progress, number, len(firsts)),
-                group,
-            )
+            part = replace(of, progress=_part_of_progress(of.progress, number, len(firsts)))
+            own = self._score_part(part, sampler.with_negatives(first, count))
             # every part has the edges themselves; minibatches determine how logits are rounded
             rows[:, 1 + first : 1 + first + count] = own[:, 1:]
             if not first:
                 rows[:, 0] = own[:, 0]
         return rows
 
-    def _score_part(
-        self,
-        model: nn.Module,
-        sampler: HeteroLinkSampler,
-        table: TypedTables,
-        device: torch.device,
-        progress: Progress,
-        group: Group | None,
-    ) -> Tensor:
+    def _score_part(self, of: Evaluated, sampler: HeteroLinkSampler) -> Tensor:
         """Return the logits of the edges of a sampler, and then of their negatives."""
         num_negatives = sampler.num_negatives
         loader = HeteroLoader(
             sampler,
             None,
             max(1, EVALUATED_PAIRS // (1 + num_negatives)),
-            tables=table.tables,
-            device=device,
+            tables=of.table.tables,
+            device=of.device,
             threads=self.config.loading.threads or None,
         )
 
-        def compute(own: nn.Module, batch: HeteroBatch) -> Tensor:
+        def compute(batch: HeteroBatch) -> Tensor:
             assert batch.items is not None, "set by the loader"
             count = len(batch.items)
-            logits = self.logits(own, batch)
+            logits = self.logits(of.model, batch)
             return torch.cat(
                 [logits[:count, None], logits[count:].view(count, num_negatives)], dim=1
             )
 
-        return hetero_outputs(model, loader, compute, 1 + num_negatives, progress, group)
+        return hetero_outputs(of, loader, compute, 1 + num_negatives)
 
     def choose_evaluation(
-        self,
-        model: Any,
-        table: Any,
-        group: Group,
-        say: Callable[[str], object],
-        *,
-        splits: Sequence[str] = EVALUATED,
+        self, of: Evaluated, say: Callable[[str], object], splits: Sequence[str] = EVALUATED
     ) -> None:
         """See `Task`; there is no choice, but edges must have enough negatives."""
         if self.evaluate_negatives != "all":
@@ -364,14 +309,7 @@ class HeteroLinkTask:
             "ranks it among all of them"
         )
 
-    def outputs(
-        self,
-        model: Any,
-        table: Any,
-        device: torch.device,
-        progress: Progress,
-        group: Group | None = None,
-    ) -> tuple[Tensor, Scores]:
+    def outputs(self, of: Evaluated) -> tuple[Tensor, Scores]:
         """Raise a ValueError: a node has another embedding in the neighbourhood of each pair."""
         raise ValueError(
             "--predictions is not supported for link prediction in heterogeneous graphs\n\n"
@@ -379,6 +317,8 @@ class HeteroLinkTask:
         )
 
 
-def _part_of_progress(progress: Progress, number: int, count: int) -> Progress:
+def _part_of_progress(progress: Progress | None, number: int, count: int) -> Progress | None:
     """Return the progress of one of several parts of equal work."""
+    if progress is None:
+        return None
     return lambda done, total: progress(number * total + done, count * total)

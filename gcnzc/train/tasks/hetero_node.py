@@ -12,9 +12,10 @@ from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.sampling.hetero import HeteroSampler
 from gcnzc.train.config import Metric, TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset, TypedTables
-from gcnzc.train.hetero.encoder import build_hetero_encoder, build_hetero_sampler
+from gcnzc.train.hetero.encoder import build_hetero_sampler
 from gcnzc.train.hetero.inference import typed_outputs, with_embeddings
-from gcnzc.train.tasks.base import EVALUATED, Progress
+from gcnzc.train.node_outputs import Evaluated
+from gcnzc.train.tasks.base import EVALUATED
 from gcnzc.train.tasks.node import NodeTask
 
 
@@ -62,10 +63,6 @@ class HeteroNodeTask(NodeTask):
     def _build_sampler(self) -> HeteroSampler:
         return build_hetero_sampler(self.config, self.data.graph, self.config.loading.fanouts)
 
-    def model(self) -> nn.Module:
-        """See `Task`."""
-        return build_hetero_encoder(self.config, self.data, self.num_outputs, self.data.target)
-
     def logits(self, model: nn.Module, batch: Any) -> Tensor:
         """See `Task`."""
         return model(batch.blocks, with_embeddings(batch, self.embeddings))
@@ -98,37 +95,13 @@ class HeteroNodeTask(NodeTask):
         )
 
     def choose_evaluation(
-        self,
-        model: Any,
-        table: Any,
-        group: Group,
-        say: Callable[[str], object],
-        *,
-        splits: Sequence[str] = EVALUATED,
+        self, of: Evaluated, say: Callable[[str], object], splits: Sequence[str] = EVALUATED
     ) -> None:
         """See `Task`; there is no choice."""
 
-    def _outputs(
-        self,
-        model: Any,
-        table: TypedTables,
-        device: torch.device,
-        nodes: Tensor | None,
-        progress: Progress,
-        group: Group | None,
-    ) -> Tensor:
+    def _outputs(self, of: Evaluated, nodes: Tensor | None) -> Tensor:
         """Return the logits of nodes of the target, or of all of them if None."""
         target, graph = self.data.target, self.data.graph
-        ids = torch.arange(graph.num_nodes(target)) if nodes is None else nodes
-        return typed_outputs(
-            self.config,
-            model,
-            graph,
-            table,
-            self.embeddings,
-            (target, ids),
-            device,
-            fanouts=self.evaluator.sampled_fanouts,
-            progress=progress,
-            group=group,
-        )
+        seeds = target, torch.arange(graph.num_nodes(target)) if nodes is None else nodes
+        fanouts = self.evaluator.sampled_fanouts
+        return typed_outputs(of, self.config, graph, self.embeddings, seeds, fanouts=fanouts)

@@ -1,14 +1,13 @@
 """The task of link prediction."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from dataclasses import replace
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gcnzc.exchange import Group
-from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.models.link import Dot, HadamardMLP, LinkModel
 from gcnzc.models.metrics import score_pairs
@@ -17,7 +16,8 @@ from gcnzc.sampling.link import Exclude, LinkSampler, Negatives
 from gcnzc.sampling.neighbor import SamplerProtocol
 from gcnzc.train.build import build_encoder
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.tasks.base import EVALUATED, Progress, Scores, broadcast_scores, build_evaluator
+from gcnzc.train.node_outputs import Evaluated
+from gcnzc.train.tasks.base import EVALUATED, Scores, broadcast_scores, build_evaluator
 
 Decoder: TypeAlias = Literal["mlp", "dot"]
 
@@ -94,10 +94,6 @@ class LinkTask:
         self.evaluator = build_evaluator(config)
         self.seeds = torch.arange(links.num_items)
 
-    def model(self) -> LinkModel:
-        """See `Task`."""
-        return build_link_model(self.config, self.data)
-
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """See `Task`."""
         return model(batch.blocks, batch.x, batch.pairs)
@@ -106,60 +102,28 @@ class LinkTask:
         """See `Task`."""
         return functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
 
-    def evaluate(
-        self,
-        model: Any,
-        table: FeatureTable,
-        device: torch.device,
-        progress: Progress,
-        group: Group | None = None,
-        *,
-        splits: Sequence[str] = EVALUATED,
-    ) -> Scores:
+    def evaluate(self, of: Evaluated, splits: Sequence[str] = EVALUATED) -> Scores:
         """See `Task`."""
-        nodes = self._evaluated_nodes()
-        return self._outputs(model, table, device, nodes, progress, group)[1]
+        return self._outputs(of, self._evaluated_nodes())[1]
 
-    def outputs(
-        self,
-        model: Any,
-        table: FeatureTable,
-        device: torch.device,
-        progress: Progress,
-        group: Group | None = None,
-    ) -> tuple[Tensor, Scores]:
+    def outputs(self, of: Evaluated) -> tuple[Tensor, Scores]:
         """See `Task`; the outputs are those of the encoder, the inputs of the decoder."""
-        return self._outputs(model, table, device, None, progress, group)
+        return self._outputs(of, None)
 
-    def _outputs(
-        self,
-        model: LinkModel,
-        table: FeatureTable,
-        device: torch.device,
-        nodes: Tensor | None,
-        progress: Progress,
-        group: Group | None,
-    ) -> tuple[Tensor, Scores]:
+    def _outputs(self, of: Evaluated, nodes: Tensor | None) -> tuple[Tensor, Scores]:
         """Return the outputs of nodes, or of all nodes if None, and the scores of the splits."""
         graph, place = self.data.graph, torch.arange(self.data.graph.num_nodes)
-        rows = self.evaluator.outputs(model.encoder, graph, table, device, nodes, progress, group)
+        rows = self.evaluator.outputs(replace(of, model=of.model.encoder), graph, nodes)
         if nodes is not None:
             place[nodes] = torch.arange(len(nodes))
-        return rows, broadcast_scores(self._scores(model, rows, place), group)
+        return rows, broadcast_scores(self._scores(of.model, rows, place), of.group)
 
     def choose_evaluation(
-        self,
-        model: Any,
-        table: FeatureTable,
-        group: Group,
-        say: Callable[[str], object],
-        *,
-        splits: Sequence[str] = EVALUATED,
+        self, of: Evaluated, say: Callable[[str], object], splits: Sequence[str] = EVALUATED
     ) -> None:
         """See `Task`."""
-        nodes = self._evaluated_nodes()
-        columns = table.num_columns
-        self.evaluator.choose(model.encoder, self.data.graph, nodes, columns, group, say)
+        encoder = replace(of, model=of.model.encoder)
+        self.evaluator.choose(encoder, self.data.graph, self._evaluated_nodes(), say)
 
     def _evaluated_nodes(self) -> Tensor:
         """Return the (M,) int64 ids of the nodes of all validation and test pairs, sorted."""

@@ -1,22 +1,23 @@
 """The task of node classification."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from gcnzc.datasets.source import SPLITS
-from gcnzc.exchange import Group
 from gcnzc.graph.dataset import Dataset
 from gcnzc.loader.full_batch import FullBatchLoader
 from gcnzc.models.metrics import RANKING, compute_loss, score
 from gcnzc.sampling.batch import Batch
-from gcnzc.train.build import build_encoder, build_sampler
+from gcnzc.train.build import build_sampler
 from gcnzc.train.config import Metric, TrainConfig
 from gcnzc.train.full_batch import compute_logits
 from gcnzc.train.label_inputs import LabelInputs, append_labels
-from gcnzc.train.tasks.base import EVALUATED, Progress, Scores, broadcast_scores, build_evaluator
+from gcnzc.train.node_outputs import Evaluated
+from gcnzc.train.tasks.base import EVALUATED, Scores, broadcast_scores, build_evaluator
 
 # Class weights that balance the classes of the training nodes.
 
@@ -117,11 +118,6 @@ class NodeTask:
     def _build_sampler(self) -> Any:
         return build_sampler(self.config.loading, self.data)
 
-    def model(self) -> nn.Module:
-        """See `Task`."""
-        label_columns = 0 if self.label_inputs is None else self.label_inputs.num_columns
-        return build_encoder(self.config, self.data, self.num_outputs, label_columns)
-
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """See `Task.logits`."""
         if self.label_inputs is None:
@@ -147,61 +143,32 @@ class NodeTask:
             known_per_seed=self.known_per_seed,
         )
 
-    def evaluate(
-        self,
-        model: Any,
-        table: Any,
-        device: torch.device,
-        progress: Progress,
-        group: Group | None = None,
-        *,
-        splits: Sequence[str] = EVALUATED,
-    ) -> Scores:
+    def evaluate(self, of: Evaluated, splits: Sequence[str] = EVALUATED) -> Scores:
         """See `Task`; labels that are features are not scored."""
         data, splits = self.data, self._scored(splits)
         nodes, sizes = self._nodes_of(splits), [len(data.split[name]) for name in splits]
         rows = dict(zip(splits, torch.arange(len(nodes)).split(sizes), strict=True))
-        logits = self._outputs(model, table, device, nodes, progress, group)
-        return broadcast_scores(score(logits, data.labels[nodes], rows, self.metric), group)
+        logits = self._outputs(of, nodes)
+        return broadcast_scores(score(logits, data.labels[nodes], rows, self.metric), of.group)
 
-    def outputs(
-        self,
-        model: Any,
-        table: Any,
-        device: torch.device,
-        progress: Progress,
-        group: Group | None = None,
-    ) -> tuple[Tensor, Scores]:
+    def outputs(self, of: Evaluated) -> tuple[Tensor, Scores]:
         """See `Task`; the training split is scored as well, unless its labels are features."""
-        data = self.data
-        logits = self._outputs(model, table, device, None, progress, group)
+        data, logits = self.data, self._outputs(of, None)
         splits = {name: data.split[name] for name in self._scored(SPLITS)}
-        return logits, broadcast_scores(score(logits, data.labels, splits, self.metric), group)
+        return logits, broadcast_scores(score(logits, data.labels, splits, self.metric), of.group)
 
-    def _outputs(
-        self,
-        model: Any,
-        table: Any,
-        device: torch.device,
-        nodes: Tensor | None,
-        progress: Progress,
-        group: Group | None,
-    ) -> Tensor:
+    def _outputs(self, of: Evaluated, nodes: Tensor | None) -> Tensor:
         """Return the logits of nodes, or of all nodes if None."""
         if nodes is not None and self._has_single_pass:
             assert self.whole_graph is not None, "as `_has_single_pass` says"
-            return compute_logits(model, self.whole_graph, nodes)
-        table, graph = append_labels(table, self.label_inputs), self.data.graph
-        return self.evaluator.outputs(model, graph, table, device, nodes, progress, group)
+            return compute_logits(of.model, self.whole_graph, nodes)
+        return self.evaluator.outputs(self._with_labels(of), self.data.graph, nodes)
+
+    def _with_labels(self, of: Evaluated) -> Evaluated:
+        return replace(of, table=append_labels(of.table, self.label_inputs))
 
     def choose_evaluation(
-        self,
-        model: Any,
-        table: Any,
-        group: Group,
-        say: Callable[[str], object],
-        *,
-        splits: Sequence[str] = EVALUATED,
+        self, of: Evaluated, say: Callable[[str], object], splits: Sequence[str] = EVALUATED
     ) -> None:
         """See `Task`."""
         if self.evaluator.method == "auto" and self.whole_graph is not None:
@@ -210,11 +177,9 @@ class NodeTask:
                 say("evaluation: needed, in one pass over the whole graph, which fits into memory")
                 return
             self.evaluator.method = "auto"
-        if self._has_single_pass:
-            return
-        columns = append_labels(table, self.label_inputs).num_columns
-        nodes = self._nodes_of(self._scored(splits))
-        self.evaluator.choose(model, self.data.graph, nodes, columns, group, say)
+        if not self._has_single_pass:
+            nodes = self._nodes_of(self._scored(splits))
+            self.evaluator.choose(self._with_labels(of), self.data.graph, nodes, say)
 
     @property
     def _has_single_pass(self) -> bool:
