@@ -1,6 +1,5 @@
-"""Full-batch training: build its loader, and evaluate the whole graph in one pass."""
+"""Evaluate the whole graph in one pass, in full-batch training."""
 
-import torch
 from torch import Tensor, nn
 
 from gcnzc.features.table import FeatureTable
@@ -14,29 +13,6 @@ from gcnzc.train.inference import evaluation_mode
 # on few nodes. It is used if the graph has at most MAX_NODES_FACTOR times as many nodes as a step,
 # or if the features and two hidden layers of all nodes take at most MAX_PASS_BYTES.
 MAX_NODES_FACTOR, MAX_PASS_BYTES = 2, 1 << 30
-
-
-def build_full_batch_loader(
-    config: TrainConfig,
-    data: Dataset,
-    seeds: Tensor | None,
-    table: FeatureTable,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-) -> FullBatchLoader:
-    """Build the loader of a full-batch run.
-
-    Args:
-        config: options of the run.
-        data: the graph.
-        seeds: nodes whose outputs are computed; None for all nodes, in order.
-        table: feature table of the run.
-        device: device of the batch.
-        dtype: dtype of the features, that in which the model computes.
-    """
-    return FullBatchLoader(
-        data.graph, table, seeds, config.layers, labels=data.labels, device=device, dtype=dtype
-    )
 
 
 def build_evaluation_loader(
@@ -63,7 +39,15 @@ def build_evaluation_loader(
     is_small = num_nodes <= MAX_NODES_FACTOR * training.batch.blocks[0].num_src
     if not is_small and pass_bytes > MAX_PASS_BYTES:
         return None
-    return build_full_batch_loader(config, data, None, table, training.device, dtype)
+    return FullBatchLoader(
+        data.graph,
+        table,
+        None,
+        config.layers,
+        labels=data.labels,
+        device=training.device,
+        dtype=dtype,
+    )
 
 
 def compute_logits(model: Model, loader: FullBatchLoader, nodes: Tensor) -> Tensor:

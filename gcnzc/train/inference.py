@@ -129,11 +129,12 @@ def inference(
             "the model is on the meta device, so its parameters have no values\n\n"
             "hint: model.to_empty(device=...), then load a state_dict()"
         )
-    device = check_device("device", device)
+    where = check_device("device", device)
     if layer is not None:
         layer = check_integer("layer", layer, 1, len(model.layers))
     batch_nodes = limit_batch_nodes(graph, check_integer("batch_nodes", batch_nodes, 1))
-    ids = positions = None
+    ids: Tensor | None = None
+    positions: Tensor | None = None
     if nodes is not None:
         ids = check_seeds("nodes", nodes, graph.num_nodes)
         # a node that is given twice is computed once
@@ -155,7 +156,7 @@ def inference(
             "nodes": "all" if ids is None else fingerprint(ids),
             "layer": layer,
             "ranges": f"{batch_nodes} nodes, {ranges.BATCH_EDGES} edges",
-            "versions": f"torch {torch.__version__}, {device.type}",
+            "versions": f"torch {torch.__version__}, {where.type}",
         }
 
     store = Store(Workers(group or Group()))
@@ -168,8 +169,8 @@ def inference(
             store = stack.enter_context(opened)
         stack.enter_context(evaluation_mode(model))
         # rows are stored in the dtype of the model
-        stack.enter_context(torch.autocast(device.type, enabled=False))
-        layers = _Layers(model, graph, table, device, ids, layer, batch_nodes, progress, store)
+        stack.enter_context(torch.autocast(where.type, enabled=False))
+        layers = _Layers(model, graph, table, where, ids, layer, batch_nodes, progress, store)
         rows = layers.outputs()
         return rows if positions is None else rows[positions]
 
@@ -281,8 +282,11 @@ class _Layers:
             self.advance(self.own_counts[index])
             return rows
         arguments = model, index, graph, table, row_of, self.device
-        is_streamed = isinstance(store, Scratch)
-        layer = StreamedLayer(*arguments, store) if is_streamed else FullLayer(*arguments)
+        layer = (
+            StreamedLayer(*arguments, store)
+            if isinstance(store, Scratch)
+            else FullLayer(*arguments)
+        )
         layer.prepare_sources(sources, self.batch_nodes, store)
 
         def compute(begin: int, end: int) -> list[Tensor]:

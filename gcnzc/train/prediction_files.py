@@ -1,8 +1,8 @@
 """Read ids of nodes and pairs from files, and write predictions."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from gcnzc.graph.hetero.times import as_times, describe_wrong_time, parse_times,
 from gcnzc.system import files
 from gcnzc.train.prediction import LinkPredictions, NodePredictions, find_nodes
 from gcnzc.train.trained import Array
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # rows are converted to text in chunks: the text of all takes several times their memory
 CHUNK_ROWS = 1 << 16
@@ -140,18 +137,10 @@ def write_nodes(path: Path, found: NodePredictions, with_probabilities: bool) ->
     for each class or label column. A .npy file is a structured array of `node`, `class` and
     `probability`.
     """
-    columns: dict[str, Array] = {"node": found.nodes}
-    if found.classes.ndim == 1:
-        columns["class"] = found.classes
-    else:
-        columns |= {f"class_{n}": found.classes[:, i] for i, n in enumerate(found.columns)}
+    fields = {"node": found.nodes, "class": found.classes}
     if with_probabilities:
-        columns |= {f"p_{name}": found.probabilities[:, i] for i, name in enumerate(found.columns)}
-    arrays = {"node": found.nodes, "class": found.classes}
-    if with_probabilities:
-        arrays["probability"] = found.probabilities
-    _write(path, columns, arrays)
-    return list(arrays if path.suffix == ".npy" else columns)
+        fields["p" if path.suffix != ".npy" else "probability"] = found.probabilities
+    return _write(path, fields, found.columns)
 
 
 def write_links(path: Path, found: LinkPredictions, with_probabilities: bool) -> list[str]:
@@ -159,39 +148,43 @@ def write_links(path: Path, found: LinkPredictions, with_probabilities: bool) ->
 
     Columns are `source`, `target`, `score`, and with probabilities `probability`.
     """
-    columns = {"source": found.sources, "target": found.targets, "score": found.scores}
+    fields = {"source": found.sources, "target": found.targets, "score": found.scores}
     if with_probabilities:
-        columns["probability"] = 1 / (1 + np.exp(-found.scores.astype(np.float64)))
-    _write(path, columns, columns)
-    return list(columns)
+        fields["probability"] = 1 / (1 + np.exp(-found.scores.astype(np.float64)))
+    return _write(path, fields)
 
 
-def _write(path: Path, columns: dict[str, Array], arrays: dict[str, Array]) -> None:
+def _write(path: Path, fields: dict[str, Array], names: Sequence[str] = ()) -> list[str]:
+    """Write a table atomically, and return the names of its columns.
+
+    Args:
+        path: of the file: .npy for a structured array, .parquet, or text.
+        fields: (M,) or (M, C) columns.
+        names: C names, from which a table has the names of the columns of (M, C).
+    """
     if path.suffix == ".npy":
-        fields = [(name, value.dtype, value.shape[1:]) for name, value in arrays.items()]
-        whole = np.empty(len(next(iter(arrays.values()))), fields)
-        for name, value in arrays.items():
+        types = [(name, value.dtype, value.shape[1:]) for name, value in fields.items()]
+        whole = np.empty(len(next(iter(fields.values()))), types)
+        for name, value in fields.items():
             whole[name] = value
         files.write_array(path, whole)
-        return
+        return list(fields)
+    columns: dict[str, Array] = {}
+    for field, value in fields.items():
+        if value.ndim == 1:
+            columns[field] = value
+        else:
+            columns |= {f"{field}_{name}": value[:, i] for i, name in enumerate(names)}
     import pandas as pd
 
     with replacing(path) as partial:
         if path.suffix == ".parquet":
             # one table: predictions are in memory already
             pd.DataFrame(columns).to_parquet(partial, index=False)
-            return
+            return list(columns)
         compression: Any = "gzip" if path.suffix == ".gz" else None
-        for number, chunk in enumerate(_chunks(columns)):
-            mode = "w" if number == 0 else "a"
-            chunk.to_csv(
-                partial, index=False, header=number == 0, mode=mode, compression=compression
-            )
-
-
-def _chunks(columns: dict[str, Array]) -> "Iterator[pd.DataFrame]":
-    import pandas as pd
-
-    size = len(next(iter(columns.values())))
-    for begin in range(0, max(size, 1), CHUNK_ROWS):
-        yield pd.DataFrame({k: v[begin : begin + CHUNK_ROWS] for k, v in columns.items()})
+        for begin in range(0, max(len(next(iter(columns.values()))), 1), CHUNK_ROWS):
+            end, mode = begin + CHUNK_ROWS, "a" if begin else "w"
+            chunk = pd.DataFrame({name: value[begin:end] for name, value in columns.items()})
+            chunk.to_csv(partial, index=False, header=not begin, mode=mode, compression=compression)
+    return list(columns)

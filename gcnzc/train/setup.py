@@ -29,14 +29,11 @@ from gcnzc.loader.loader import Loader
 from gcnzc.loader.presampling import Progress, presample
 from gcnzc.train.config import LoadingOptions, TrainConfig
 from gcnzc.train.errors import Interrupted
-from gcnzc.train.full_batch import build_full_batch_loader
 from gcnzc.train.hetero.data import HeteroDataset, TypedTables, open_tables
 from gcnzc.train.precision import AUTOCAST_DTYPES
 from gcnzc.train.progress import Reporter
 from gcnzc.train.shared_data import share_copy
 from gcnzc.train.tasks.base import Task
-from gcnzc.train.tasks.hetero_link import HeteroLinkTask
-from gcnzc.train.tasks.hetero_node import HeteroNodeTask
 from gcnzc.train.values import parse_share
 from gcnzc.tune import profiles
 
@@ -283,31 +280,42 @@ def build_loader(
     """
     group = group or Group()
     loading = loading if loading is not None else {"threads": config.loading.threads or None}
-    if isinstance(task, HeteroNodeTask | HeteroLinkTask):
+    shared: dict[str, Any] = {
+        "device": device,
+        "seed": config.loading.seed,
+        "rank": group.rank,
+        "world_size": group.world_size,
+        "seed_order": config.loading.seed_order,
+        **loading,
+    }
+    size, seeds, labels = config.loading.batch_size, task.seeds, task.labels
+    if isinstance(data, HeteroDataset):
         assert isinstance(table, TypedTables), "both are of a heterogeneous graph"
-        return task.build_loader(table, device, group, loading)
-    assert isinstance(data, Dataset), "tasks of heterogeneous graphs build their loaders"
-    assert isinstance(table, FeatureTable), "tasks of heterogeneous graphs build their loaders"
-    if not isinstance(config.loading.batch_size, int):
+        assert isinstance(size, int), "TrainConfig has checked"
+        if labels is None:
+            # of edges, which the sampler has; before the run has a folder
+            task.sampler.check_negatives()
+            return HeteroLoader(task.sampler, None, size, tables=table.tables, **shared)
+        own, typed = labels[seeds], (data.target, seeds)
+        return HeteroLoader(task.sampler, typed, size, labels=own, tables=table.tables, **shared)
+    assert isinstance(table, FeatureTable), "both are of a graph of one type"
+    if not isinstance(size, int):
         # the features of each step are then converted once
         dtype = AUTOCAST_DTYPES.get(config.training.precision, torch.float32)
-        return build_full_batch_loader(config, data, task.seeds, table, device, dtype)
+        return FullBatchLoader(
+            data.graph, table, seeds, config.layers, labels=labels, device=device, dtype=dtype
+        )
     return Loader(
         data.graph,
         table,
-        task.seeds,
+        seeds,
         list(config.loading.fanouts),
-        config.loading.batch_size,
-        labels=task.labels,
-        device=device,
-        seed=config.loading.seed,
+        size,
+        labels=labels,
         sampler=task.sampler,
         in_degrees=config.model.model.name in ("gcn", "gin"),
-        rank=group.rank,
-        world_size=group.world_size,
-        seed_order=config.loading.seed_order,
         parts=parts,
-        **loading,
+        **shared,
     )
 
 

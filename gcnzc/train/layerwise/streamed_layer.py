@@ -6,7 +6,7 @@ memory.
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -143,12 +143,12 @@ class _ChunkedLayerEdges(LayerEdges):
         self, rows: Tensor, target_scale: Tensor, source_scale: Tensor | None = None
     ) -> Tensor:
         """See `LayerEdges`; `rows` are not read."""
-        parts = []
-        for chunk in self._chunks():
+
+        def compute(chunk: _Chunk, chunk_rows: Tensor) -> Tensor:
             norms = None if source_scale is None else self.source.norms_of(chunk.ids)
-            chunk_rows, scale = self.source.rows_of(chunk.ids), target_scale[chunk.targets]
-            parts.append(chunk.edges.aggregate(chunk_rows, scale, norms))
-        return _concatenate(parts)
+            return chunk.edges.aggregate(chunk_rows, target_scale[chunk.targets], norms)
+
+        return self._aggregate_chunks(compute)
 
     def gat_aggregate(
         self,
@@ -160,12 +160,13 @@ class _ChunkedLayerEdges(LayerEdges):
         seed: int = 0,
     ) -> Tensor:
         """See `LayerEdges`; `rows_SHF` and `scores` are not read."""
-        parts = []
-        for chunk in self._chunks():
-            chunk_rows = self.source.rows_of(chunk.ids).view(-1, *rows_SHF.shape[1:])
-            chunk_scores, targets = self.source.scores_of(chunk.ids), target_scores[chunk.targets]
-            parts.append(chunk.edges.gat_aggregate(chunk_rows, chunk_scores, targets))
-        return _concatenate(parts)
+
+        def compute(chunk: _Chunk, chunk_rows: Tensor) -> Tensor:
+            rows = chunk_rows.view(-1, *rows_SHF.shape[1:])
+            own = self.source.scores_of(chunk.ids), target_scores[chunk.targets]
+            return chunk.edges.gat_aggregate(rows, *own)
+
+        return self._aggregate_chunks(compute)
 
     def gatv2_aggregate(
         self,
@@ -177,12 +178,18 @@ class _ChunkedLayerEdges(LayerEdges):
         seed: int = 0,
     ) -> Tensor:
         """See `LayerEdges`; `rows_SHF` are not read."""
-        parts = []
-        for chunk in self._chunks():
-            chunk_rows = self.source.rows_of(chunk.ids).view(-1, *rows_SHF.shape[1:])
-            targets = targets_THF[chunk.targets]
-            parts.append(chunk.edges.gatv2_aggregate(chunk_rows, targets, attention_HF))
-        return _concatenate(parts)
+
+        def compute(chunk: _Chunk, chunk_rows: Tensor) -> Tensor:
+            rows = chunk_rows.view(-1, *rows_SHF.shape[1:])
+            return chunk.edges.gatv2_aggregate(rows, targets_THF[chunk.targets], attention_HF)
+
+        return self._aggregate_chunks(compute)
+
+    def _aggregate_chunks(self, compute: Callable[[_Chunk, Tensor], Tensor]) -> Tensor:
+        """Aggregate chunk by chunk, of which only one at a time has its rows in memory."""
+        parts = [compute(chunk, self.source.rows_of(chunk.ids)) for chunk in self._chunks()]
+        # a single part is not copied
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _chunks(self) -> Iterator[_Chunk]:
         """Yield chunks of targets whose source rows fit into memory, but of at least one target."""
@@ -202,8 +209,3 @@ class _ChunkedLayerEdges(LayerEdges):
             edges = LayerEdges(bounds - bounds[0], index[:num_edges], index[num_edges:].long())
             yield _Chunk(slice(begin, end), ids, edges)
             begin = end
-
-
-def _concatenate(parts: list[Tensor]) -> Tensor:
-    """Concatenate rows, without a copy of a single part."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gcnzc.exchange import Group
 from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.models.link import Dot, HadamardMLP
@@ -18,7 +17,7 @@ from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
 from gcnzc.sampling.link import Exclude
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.hetero.data import HeteroDataset, TypedTables
+from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.hetero.edge_split import (
     describe_missing_times,
     split_edges_of_run,
@@ -141,27 +140,6 @@ class HeteroLinkTask:
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """See `Task`."""
         return functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
-
-    def build_loader(
-        self, table: TypedTables, device: torch.device, group: Group, loading: Mapping[str, Any]
-    ) -> HeteroLoader:
-        """Build the loader of the training minibatches; see `HeteroNodeTask.build_loader`."""
-        config = self.config
-        assert isinstance(config.loading.batch_size, int), "TrainConfig has checked"
-        # before the run has a folder
-        self.sampler.check_negatives()
-        return HeteroLoader(
-            self.sampler,
-            None,
-            config.loading.batch_size,
-            tables=table.tables,
-            device=device,
-            seed=config.loading.seed,
-            rank=group.rank,
-            world_size=group.world_size,
-            seed_order=config.loading.seed_order,
-            **loading,
-        )
 
     def evaluate(self, of: Evaluated, splits: Sequence[str] = EVALUATED) -> Scores:
         """See `Task`."""

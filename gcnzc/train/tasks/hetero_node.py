@@ -6,12 +6,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gcnzc.exchange import Group
 from gcnzc.features.embedding import EmbeddingTable
-from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.sampling.hetero import HeteroSampler
 from gcnzc.train.config import Metric, TrainConfig
-from gcnzc.train.hetero.data import HeteroDataset, TypedTables
+from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.hetero.encoder import build_hetero_sampler
 from gcnzc.train.hetero.inference import typed_outputs, with_embeddings
 from gcnzc.train.node_outputs import Evaluated
@@ -66,33 +64,6 @@ class HeteroNodeTask(NodeTask):
     def logits(self, model: nn.Module, batch: Any) -> Tensor:
         """See `Task`."""
         return model(batch.blocks, with_embeddings(batch, self.embeddings))
-
-    def build_loader(
-        self, table: TypedTables, device: torch.device, group: Group, loading: Mapping[str, Any]
-    ) -> HeteroLoader:
-        """Build the loader of the training minibatches.
-
-        Args:
-            table: features, which the device can read.
-            device: of the minibatches.
-            group: all workers, each of which loads its part of every minibatch.
-            loading: arguments of the loader that affect its speed.
-        """
-        config, data = self.config, self.data
-        assert isinstance(config.loading.batch_size, int), "TrainConfig has checked"
-        return HeteroLoader(
-            self.sampler,
-            (data.target, self.seeds),
-            config.loading.batch_size,
-            labels=data.labels[self.seeds],
-            tables=table.tables,
-            device=device,
-            seed=config.loading.seed,
-            rank=group.rank,
-            world_size=group.world_size,
-            seed_order=config.loading.seed_order,
-            **loading,
-        )
 
     def choose_evaluation(
         self, of: Evaluated, say: Callable[[str], object], splits: Sequence[str] = EVALUATED
