@@ -5,9 +5,7 @@ finding them and renumbering their edges has a cost. Computing all nodes is ther
 most are needed. Sampled neighbours are chosen if the layer outputs of neither fit into memory.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import cast
 
 from torch import Tensor
@@ -15,6 +13,7 @@ from torch import Tensor
 from gcnzc.graph.graph import Graph
 from gcnzc.models.layers import EDGE_COST, Layer
 from gcnzc.models.stack import Model, parameter_dtype
+from gcnzc.train.layerwise.layer import is_projected
 from gcnzc.train.layerwise.ranges import BATCH_NODES, degrees_of, limit_batch_nodes, needed_nodes
 
 # the cost of finding and renumbering one edge, in multiply-adds: that of aggregating 8 columns
@@ -126,45 +125,26 @@ def predict_cost(model: Model, graph: Graph, nodes: Tensor | None, num_columns: 
     edges = [
         graph.num_edges if ids is None else int(degrees_of(graph, ids).sum()) for ids in needed[1:]
     ]
-    operations = 0
+    widths = [num_columns if model.input_linear is None else layers[0].in_features, *model.widths]
+    # elements that are in memory at once, and outputs of the nodes that are combined to the logits
+    operations = peak = kept = 0
     if model.input_linear is not None:
         operations += counts[0] * num_columns * model.input_linear.out_features
-    for layer, (sources, targets), num_edges in zip(layers, pairwise(counts), edges, strict=True):
-        operations += _layer_operations(layer, sources, targets, num_edges)
+    for index, (layer, num_edges) in enumerate(zip(layers, edges, strict=True)):
+        sources, targets = counts[index : index + 2]
+        columns, projects = layer.heads * layer.out_features, is_projected(layer)
+        # the second projection is that of the target itself, or of a skip connection
+        projected = (sources if projects else targets) + targets
+        aggregated = columns if projects else layer.in_features * layer.heads
+        operations += projected * layer.in_features * columns + EDGE_COST * num_edges * aggregated
+        # unprojected features are in memory anyway
+        has_inputs = index > 0 or model.input_linear is not None
+        inputs = has_inputs * widths[index] * sources + projects * columns * sources
+        peak = max(peak, kept + inputs + widths[index + 1] * targets)
+        if model.jumping != "none":
+            kept += widths[index + 1] * counts[-1]
     # edges whose sources must be found, plus edges between nodes that must be renumbered
     indexed = sum(edges) if nodes is not None else 0
     indexed += sum(count for ids, count in zip(needed[1:], edges, strict=True) if ids is not None)
-    widths = [num_columns if model.input_linear is None else layers[0].in_features, *model.widths]
-    return Cost(
-        sum(counts[1:]),
-        operations + INDEX_COST * indexed,
-        _peak_bytes(model, counts, widths),
-    )
-
-
-def _layer_operations(layer: Layer, sources: int, targets: int, num_edges: int) -> int:
-    """Multiply-adds of a layer: the projection of sources or sums, aggregation, and skip terms."""
-    columns = layer.heads * layer.out_features
-    is_projected = columns < layer.in_features or layer.must_project_first
-    projected = sources if is_projected else targets
-    aggregated = columns if is_projected else layer.in_features * layer.heads
-    # the second projection is that of the target itself, or of a skip connection
-    return (projected + targets) * layer.in_features * columns + EDGE_COST * num_edges * aggregated
-
-
-def _peak_bytes(model: Model, counts: Sequence[int], widths: Sequence[int]) -> int:
-    """Bytes of input rows, projected rows and output rows of the layer that needs most."""
-    peak = kept = 0
-    for index, each in enumerate(model.layers):
-        layer = cast(Layer, each)
-        columns = layer.heads * layer.out_features
-        is_projected = columns < layer.in_features or layer.must_project_first
-        # unprojected features are in memory anyway
-        has_inputs = index > 0 or model.input_linear is not None
-        inputs = widths[index] * counts[index] if has_inputs else 0
-        projected = columns * counts[index] if is_projected else 0
-        peak = max(peak, kept + inputs + projected + widths[index + 1] * counts[index + 1])
-        if model.jumping != "none":
-            # outputs of the evaluated nodes, which are combined to the logits
-            kept += widths[index + 1] * counts[-1]
-    return peak * parameter_dtype(model).itemsize
+    num_bytes = peak * parameter_dtype(model).itemsize
+    return Cost(sum(counts[1:]), operations + INDEX_COST * indexed, num_bytes)

@@ -54,9 +54,7 @@ class FullLayer:
         self.layer = cast(Layer, model.layers[index])
         self.dtype = parameter_dtype(model)
         self.table, self.row_of = table, row_of
-        # rows are projected before the aggregation if that makes them smaller
-        is_smaller = self.layer.heads * self.layer.out_features < self.layer.in_features
-        self.is_projected = is_smaller or self.layer.must_project_first
+        self.is_projected = is_projected(self.layer)
         # a gather also dequantizes rows and converts their dtype
         has_same_dtype = table.is_readable and table.rows.dtype == self.dtype
         is_readable = has_same_dtype and not table.rows.is_cuda and not model.transforms_inputs
@@ -208,6 +206,11 @@ class FullLayer:
     def _rows(self, table: FeatureTable, row_of: Tensor | None, ids: Tensor) -> Tensor:
         at = ids if row_of is None else row_of[ids]
         return gather_rows(table, at, self.device, self.dtype)
+
+
+def is_projected(layer: Layer) -> bool:
+    """Whether rows are projected before the aggregation, which may make them smaller."""
+    return layer.must_project_first or layer.heads * layer.out_features < layer.in_features
 
 
 def gather_rows(
