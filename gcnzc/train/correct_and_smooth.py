@@ -21,7 +21,8 @@ from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.aggregate import aggregate
 from gcnzc.models.metrics import score
-from gcnzc.train.tasks.base import Progress, Scores, Task
+from gcnzc.train.inference import Progress
+from gcnzc.train.tasks.base import Scores, Task
 
 # limit of the factor that scales a node's propagated errors: nodes far from all training nodes have
 # tiny propagated errors, so their factor would explode

@@ -43,7 +43,7 @@ class Choice:
 def choose_evaluation(
     model: Model,
     graph: Graph,
-    nodes: Tensor,
+    nodes: Tensor | None,
     num_columns: int,
     memory_bytes: int,
     *,
@@ -54,7 +54,7 @@ def choose_evaluation(
     Args:
         model: the model, on any device.
         graph: the whole graph.
-        nodes: (M,) int64 ids of the evaluated nodes.
+        nodes: (M,) int64 ids of the evaluated nodes; None for all nodes.
         num_columns: columns of the features.
         memory_bytes: host memory and swap of the machine.
         can_sample: whether neighbours may be sampled.

@@ -342,11 +342,11 @@ def predict_pairs(
         ends = torch.from_numpy(places.reshape(2, -1))
         scores = trained.model.scores(rows, ends[0], ends[1])
     check_finite(scores)
-    ids = (
+    source_ids, target_ids = (
         trained.node_ids(own, node_type)
         for own, node_type in zip((sources, targets), trained.end_types, strict=True)
     )
-    return LinkPredictions(*ids, scores.numpy(), trained.epoch)
+    return LinkPredictions(source_ids, target_ids, scores.numpy(), trained.epoch)
 
 
 def _score_typed_pairs(
