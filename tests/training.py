@@ -20,6 +20,7 @@ from gcnzc.train.config import ONE_BIT, OPTIMIZER_OF, STRATEGIES, TrainConfig
 from gcnzc.train.errors import Interrupted
 from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
+from gcnzc.train.run_folder import last_checkpoint
 from gcnzc.train.state import Run
 
 # options of all optimizers and strategies, with one worker, whose steps need no closure
@@ -83,8 +84,8 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 def assert_same_weights(one: Path, other: Path) -> None:
     """Two runs have the same last and best model, bit for bit."""
-    mine, theirs = saved(one), saved(other)
-    for state, expected in ((mine, theirs), (mine["best"], theirs["best"])):
+    for read in (saved, checkpoint.load_best):
+        state, expected = read(one), read(other)
         for name, value in expected["model"].items():
             assert torch.equal(state["model"][name], value), name
 
@@ -113,7 +114,7 @@ class Interrupting(Callback):
 
 
 def saved(run: Path) -> dict[str, Any]:
-    return checkpoint.load(run / "checkpoint.pt")
+    return checkpoint.load(last_checkpoint(run))
 
 
 def train_as_worker(

@@ -1,7 +1,7 @@
 """A heterogeneous graph of papers and authors, and runs on it, for tests."""
 
 import numpy as np
-import torch
+from training import saved
 
 from gcnzc.graph.hetero import HeteroGraph
 
@@ -48,4 +48,4 @@ def build(seed=0):
 
 
 def parameters(run):
-    return torch.load(run / "checkpoint.pt", weights_only=True)["model"]
+    return saved(run)["model"]

@@ -49,6 +49,7 @@ from bench.network.launchers import launchers, wait_for
 from gcnzc import cli, load
 from gcnzc.train import checkpoint
 from gcnzc.train.epoch_stats import seeds_checksum
+from gcnzc.train.run_folder import last_checkpoint
 
 ROOT = Path(__file__).parents[2]
 KINDS = (
@@ -326,7 +327,7 @@ class Fault:
         result = json.loads((self.folder / "result.json").read_text())
         if result["test_accuracy"] < 0.5:
             return f"the test accuracy is only {result['test_accuracy']}"
-        checkpoint.load(self.folder / "checkpoint.pt")
+        checkpoint.load(last_checkpoint(self.folder))
         if self.kind == "nan" and "was skipped on all workers" not in output:
             return "the step was not skipped"
         return ""

@@ -54,6 +54,7 @@ from gcnzc.graph import load
 from gcnzc.train import checkpoint
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.options import Row, rows
+from gcnzc.train.run_folder import last_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -352,8 +353,8 @@ def fuzz_meta(bench: Bench, random: random.Random) -> tuple[str, str]:
 def fuzz_checkpoint(bench: Bench, random: random.Random) -> tuple[str, str]:
     """Test a run with damaged files."""
     run = bench.copy("run")
-    name = random.choice(["best.pt", "checkpoint.pt", "best.pt", "checkpoint.pt", "config.json"])
-    path = run / name
+    name = random.choice(["best.pt", "checkpoint", "best.pt", "checkpoint", "config.json"])
+    path = last_checkpoint(run) if name == "checkpoint" else run / name
     is_value = random.random() < 0.4
     if is_value:
         bench.change = f"{name}: {change_value(random, path)}"
@@ -375,13 +376,13 @@ def fuzz_checkpoint(bench: Bench, random: random.Random) -> tuple[str, str]:
     raise Failure("accepted")
 
 
-# Values that `evaluate` does not use. `worker_lines` is the number of lines of workers.jsonl to
-# keep, and larger numbers keep all of them.
+# Values that `evaluate` does not use; and those of a checkpoint that are only in the record, or not
+# used, because best.pt has them, weights are not averaged, and the precision is float32.
 UNUSED_VALUES = (
     "best.pt: scores",
     "best.pt: valid",
     "best.pt: epoch",
-    "checkpoint.pt: worker_lines",
+    *(f"checkpoint: {name}" for name in ("own.tally", "own.scaler", "average", "best")),
 )
 
 

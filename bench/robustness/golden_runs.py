@@ -24,6 +24,7 @@ import gcnzc
 from bench.robustness.golden_graphs import SEED, graph, run, shared_data
 from gcnzc import models
 from gcnzc.cli import main
+from gcnzc.train.run_folder import last_checkpoint
 
 WORKERS = 2
 TIMEOUT_S = 300.0  # of a run of the workers
@@ -122,7 +123,7 @@ def results(folder: str) -> dict[str, Any]:
         for key in lines[-1]
         if key.startswith(("loss", "valid_", "test_"))
     }
-    state = torch.load(Path(folder, "checkpoint.pt"))["model"]
+    state = torch.load(last_checkpoint(Path(folder)))["model"]
     return found | {
         "weights": torch.cat([state[key].double().reshape(-1) for key in sorted(state)])
     }

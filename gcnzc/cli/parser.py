@@ -160,7 +160,7 @@ def _file_options(given: dict[str, Any]) -> dict[str, Any]:
         return {}
     if resumed:
         # imported here, since it needs torch
-        from gcnzc.train.repeated_runs import read_any
+        from gcnzc.train.run_folder import read_any
 
         try:
             found = read_any(Path(resumed)).to_dict()

@@ -9,7 +9,6 @@ import hashlib
 import io
 import pickle
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,15 @@ import torch
 from torch import Tensor
 
 from gcnzc._files import replacing
+from gcnzc.train.run_folder import BEST, lost_best_remedy
+
+BEST_KEYS: Mapping[str, type] = {"epoch": int, "valid": float, "scores": dict, "model": dict}
+
 
 LABEL = b"gcnzc sha256 "
 
 
-RESTORE = "hint: restore the file from a copy, or start another run with --out"
+RESTORE = "restore the file from a copy, or start another run with --out"
 
 
 SEAL_BYTES = len(LABEL) + 2 * hashlib.sha256().digest_size
@@ -47,28 +50,6 @@ def to_bytes(state: Mapping[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def _sealed(data: bytes) -> tuple[memoryview, bytes]:
-    """Return an archive up to the length of its comment, and the rest with the checksum."""
-    body, label = memoryview(data)[:-2], SEAL_BYTES.to_bytes(2, "little") + LABEL
-    digest = hashlib.sha256(body)
-    digest.update(label)
-    return body, label + digest.hexdigest().encode()
-
-
-def _check_seal(data: bytes, path: Path) -> None:
-    """Verify the checksum.
-
-    Raises:
-        ValueError: it does not match.
-    """
-    size = max(len(data) - SEAL_BYTES + len(LABEL), 0)
-    if data[size:] != hashlib.sha256(memoryview(data)[:size]).hexdigest().encode():
-        raise ValueError(
-            f"{path} is damaged, or not a checkpoint of gcnzc: its SHA-256 is not the one that it "
-            f"ends with\n\n{RESTORE}"
-        )
-
-
 def write(path: Path, data: bytes) -> None:
     """Write an archive with its checksum to `path` atomically.
 
@@ -79,69 +60,43 @@ def write(path: Path, data: bytes) -> None:
     Raises:
         OSError: the disk is full or not writable. The previous file remains.
     """
+    # up to the length of the archive's comment
+    body, label = memoryview(data)[:-2], SEAL_BYTES.to_bytes(2, "little") + LABEL
+    digest = hashlib.sha256(body)
+    digest.update(label)
     with replacing(path) as partial, partial.open("wb") as file:
-        for part in _sealed(data):
-            file.write(part)
+        file.write(body)
+        file.write(label + digest.hexdigest().encode())
 
 
-class Writer:
-    """Writes files one after the other in a background thread.
-
-    A state is copied first, so it may change while the copy is written.
-    """
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "gcnzc-checkpoint")
-        self._writing: Future[None] | None = None
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether `wait` has not been called since the last `begin`."""
-        return self._writing is not None
-
-    def begin(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Wait for the previous file, then start to write `state` to `path`, as `save` does.
-
-        Raises:
-            OSError: the previous file could not be written. This state is not written.
-        """
-        self.wait()
-        self._writing = self._thread.submit(write, path, to_bytes(state))
-
-    def wait(self) -> None:
-        """Wait until the last file is written.
-
-        Raises:
-            OSError: it could not be written.
-        """
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
-
-
-def load(path: Path, needed: Mapping[str, type] | None = None) -> dict[str, Any]:
+def load(
+    path: Path, needed: Mapping[str, type] | None = None, remedy: str = RESTORE
+) -> dict[str, Any]:
     """Load a state that `save` wrote, with its tensors on the CPU and `weights_only=True`.
 
     Args:
         path: the file.
         needed: required keys, with the types of their values.
+        remedy: the hint of an error.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is not a checkpoint, or is damaged.
     """
+    hint = f"\n\nhint: {remedy}"
     if not path.is_file():
-        raise FileNotFoundError(
-            f"no checkpoint {path}\n\nhint: `gcnzc train` writes one; was this folder made by it?"
+        # a named pipe would be read without an end
+        what = "is not a file" if path.exists() else "is missing"
+        raise FileNotFoundError(f"{path} {what}{hint}")
+    data = path.read_bytes()
+    size = max(len(data) - SEAL_BYTES + len(LABEL), 0)
+    if data[size:] != hashlib.sha256(memoryview(data)[:size]).hexdigest().encode():
+        raise ValueError(
+            f"{path} is damaged, or not a checkpoint of gcnzc: its SHA-256 is not the one that it "
+            f"ends with{hint}"
         )
-    return from_bytes(path.read_bytes(), path, needed)
-
-
-def from_bytes(data: bytes, path: Path, needed: Mapping[str, type] | None = None) -> dict[str, Any]:
-    """Load a state from the bytes of the file at `path`; see `load`."""
-    _check_seal(data, path)
     try:
-        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        state = from_bytes(data)
     # torch may raise any exception for a damaged file
     except Exception as error:
         if isinstance(error, pickle.UnpicklingError):
@@ -150,28 +105,29 @@ def from_bytes(data: bytes, path: Path, needed: Mapping[str, type] | None = None
         else:
             reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"{path} is not a checkpoint of gcnzc, or is damaged: {reason}\n\n{RESTORE}"
+            f"{path} is not a checkpoint of gcnzc, or is damaged: {reason}{hint}"
         ) from error
-    check_keys(state, needed or {}, path)
-    return dict(state)
+    for key, kind in (needed or {}).items():
+        if not isinstance(state.get(key), kind):
+            found = f"{key} is a {type(state.get(key)).__name__}, not a {kind.__name__}"
+            wrong = found if key in state else f"it has no {key}"
+            raise ValueError(f"{path} is not a checkpoint of gcnzc: {wrong}{hint}")
+    return state
 
 
-def check_keys(state: Mapping[str, Any], needed: Mapping[str, type], path: Path) -> None:
-    """Check that a state from `path` has the required keys, with values of the given types.
+def load_best(run: Path) -> dict[str, Any]:
+    """Load the best model of a run: its epoch, validation score, scores and weights (`model`).
 
     Raises:
-        ValueError: a key is missing, or its value has another type.
+        FileNotFoundError: the run has none.
+        ValueError: the file is damaged.
     """
-    for key, kind in needed.items():
-        if key not in state:
-            raise ValueError(_not_ours(path, f"it has no {key}"))
-        if not isinstance(state[key], kind):
-            found = type(state[key]).__name__
-            raise ValueError(_not_ours(path, f"{key} is a {found}, not a {kind.__name__}"))
+    return load(run / BEST, BEST_KEYS, lost_best_remedy(run))
 
 
-def _not_ours(path: Path, what: str) -> str:
-    return f"{path} is not a checkpoint of gcnzc: {what}\n\n{RESTORE}"
+def from_bytes(data: bytes) -> dict[str, Any]:
+    """Return the state that `to_bytes` serialized, with or without a checksum after it."""
+    return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
 
 def match(model: torch.nn.Module, saved: Mapping[str, Tensor], source: Path) -> None:
@@ -180,12 +136,13 @@ def match(model: torch.nn.Module, saved: Mapping[str, Tensor], source: Path) -> 
     Raises:
         ValueError: names or shapes differ; the first difference is named.
     """
+
+    def shape(state: Mapping[str, Any], name: str) -> Any:
+        return tuple(state[name].shape) if isinstance(state.get(name), Tensor) else "absent"
+
     own = model.state_dict()
-    if any(not isinstance(value, Tensor) for value in saved.values()):
-        raise ValueError(_not_ours(source, "the model has values that are not tensors"))
     for name in [*own, *saved]:
-        here = tuple(own[name].shape) if name in own else "absent"
-        there = tuple(saved[name].shape) if name in saved else "absent"
+        here, there = shape(own, name), shape(saved, name)
         if here != there:
             raise ValueError(
                 f"{source} is a checkpoint of another model: {name} is {there} there and {here} "

@@ -354,6 +354,8 @@ class RunOptions(Options):
     preset` lists all"""
     checkpoint_every_s: float = option(30.0, least=0, common=False, free=True)
     """seconds between checkpoints"""
+    keep: int = option(1, least=1, common=False, free=True)
+    """number of the last checkpoints to keep, from each of which the run can be resumed"""
     callback: tuple[str, ...] = option((), common=False, free=True)
     """classes of callbacks, as module:name separated by commas; see `gcnzc.train.Callback`"""
     trace: int = option(0, least=0, common=False, free=True)

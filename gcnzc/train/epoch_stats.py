@@ -1,17 +1,19 @@
 """Statistics of one epoch: loss, accuracy, times and bytes, and the callback that collects them."""
 
+import json
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.exchange import Algorithm, AllGather
+from gcnzc.exchange import Algorithm
 from gcnzc.exchange import run as run_algorithm
+from gcnzc.exchange.sync import all_gather_text
 from gcnzc.features.cache import CachedTable
 from gcnzc.loader.loader import Loader
 from gcnzc.optim import DistributedOptimizer, DropCompute, LocalMethod
@@ -24,21 +26,23 @@ from gcnzc.train.state import Output, Run
 TIMES = ("sample_s", "gather_s", "wait_s", "compute_s", "exchange_s", "hidden_s")
 
 
-COUNTS = (
-    "seeds",
-    "steps",
-    "skipped_in_a_row",
-    "bytes",
-    "bytes_sent",
-    "seeds_checksum",
-    "hits",
-    "peer_hits",
-    "minibatches",
-    "dropped",
-)
-
-
-SUMS = ("loss", "right")
+# the numbers of an epoch, with the function that combines those of several workers
+NUMBERS: Mapping[str, Callable[[Iterable[Any]], Any]] = {
+    "loss": sum,
+    "right": sum,
+    "seeds": sum,
+    # all workers take the same steps
+    "steps": max,
+    # the steps that no worker's gradients changed
+    "skipped_in_a_row": min,
+    "bytes": sum,
+    "bytes_sent": sum,
+    "seeds_checksum": sum,
+    "hits": sum,
+    "peer_hits": sum,
+    "minibatches": sum,
+    "dropped": sum,
+}
 
 
 def seeds_checksum(seeds: Tensor) -> int:
@@ -57,9 +61,14 @@ def seeds_checksum(seeds: Tensor) -> int:
 
 
 class EpochStats:
-    """Sums over the steps of one epoch on one worker; part of a checkpoint."""
+    """Sums over the steps of one epoch on one worker; part of a checkpoint.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: of the sums.
+        state: from `state_dict`; None for an epoch that begins.
+    """
+
+    def __init__(self, device: torch.device, state: Mapping[str, Any] | None = None) -> None:
         # float64 on the device, so that an addition does not synchronize with it
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.right = torch.zeros((), dtype=torch.float64, device=device)
@@ -75,6 +84,13 @@ class EpochStats:
         # with DropCompute: the minibatches of the steps, and those of them that were dropped
         self.minibatches = self.dropped = 0
         self.seconds = Seconds(dict.fromkeys(TIMES, 0.0))
+        if state is not None:
+            self.loss.fill_(state["loss"])
+            self.right.fill_(state["right"])
+            for name in NUMBERS.keys() - {"loss", "right"}:
+                setattr(self, name, state[name])
+            self.seeds_checksum %= 2**64
+            self.seconds = Seconds(dict(state["times"]))
 
     def add(self, logits: Tensor, loss: Tensor, labels: Tensor, seeds: Tensor) -> None:
         """Add the loss and accuracy of one minibatch.
@@ -112,20 +128,8 @@ class EpochStats:
 
     def of_all_workers(self) -> Algorithm[list["EpochStats"]]:
         """Gather the statistics of all workers, in the order of ranks."""
-        state = self.state_dict()
-        # integers are gathered separately, because float64 cannot represent 64-bit checksums
-        counts = yield AllGather(torch.tensor([_signed(state[name]) for name in COUNTS]))
-        sums = [state[name] for name in SUMS]
-        times = state["times"]
-        rows = yield AllGather(torch.tensor([*sums, *times.values()], dtype=torch.float64))
-        tallies = []
-        for whole, real in zip(counts.tolist(), rows.tolist(), strict=True):
-            tally = EpochStats(self.loss.device)
-            values = dict(zip(COUNTS, whole, strict=True)) | dict(zip(SUMS, real, strict=False))
-            seconds = dict(zip(times, real[len(SUMS) :], strict=True))
-            tally.load_state_dict(values | {"times": seconds})
-            tallies.append(tally)
-        return tallies
+        texts = yield from all_gather_text(json.dumps(self.state_dict()))
+        return [EpochStats(self.loss.device, json.loads(text)) for text in texts]
 
     def format_progress(self, has_accuracy: bool) -> str:
         """Format the statistics for the progress bar; see `figures`."""
@@ -166,35 +170,20 @@ class EpochStats:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all sums as Python numbers."""
-        counts = {name: int(getattr(self, name)) for name in COUNTS}
-        sums = {name: getattr(self, name).item() for name in SUMS}
-        return counts | sums | {"times": self.seconds.all()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the sums from `state_dict`."""
-        for name in SUMS:
-            getattr(self, name).fill_(state[name])
-        for name in COUNTS:
-            setattr(self, name, state[name])
-        self.seeds_checksum %= 2**64
-        self.seconds = Seconds(dict(state["times"]))
+        values = {name: getattr(self, name) for name in NUMBERS}
+        numbers = {
+            name: value.item() if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
+        return numbers | {"times": self.seconds.all()}
 
 
 def sum_stats(tallies: Sequence[EpochStats]) -> EpochStats:
-    """Add up the statistics of workers.
-
-    `steps` is the maximum, because all take the same steps. `skipped_in_a_row` is the minimum, the
-    steps that no worker's gradients changed.
-    """
+    """Combine the statistics of workers, most of which are sums; see `NUMBERS`."""
     states = [tally.state_dict() for tally in tallies]
-    whole = {name: sum(state[name] for state in states) for name in (*COUNTS, *SUMS)}
-    whole["steps"] = max(state["steps"] for state in states)
-    whole["skipped_in_a_row"] = min(state["skipped_in_a_row"] for state in states)
-    names = states[0]["times"]
-    times = {name: sum(state["times"][name] for state in states) for name in names}
-    total = EpochStats(tallies[0].loss.device)
-    total.load_state_dict(whole | {"times": times})
-    return total
+    whole = {name: combine(state[name] for state in states) for name, combine in NUMBERS.items()}
+    times = {name: sum(each["times"][name] for each in states) for name in states[0]["times"]}
+    return EpochStats(tallies[0].loss.device, whole | {"times": times})
 
 
 def format_rate(bytes_per_s: float) -> str:
@@ -202,11 +191,6 @@ def format_rate(bytes_per_s: float) -> str:
     if bytes_per_s < 1e8:
         return f"{bytes_per_s / 1e6:.1f} MB/s"
     return f"{bytes_per_s / 1e9:.1f} GB/s"
-
-
-def _signed(count: int) -> int:
-    """Return the int64 with the bits of a uint64."""
-    return count - 2**64 if count >= 2**63 else count
 
 
 # number of consecutive skipped steps that are reported; later ones are not

@@ -6,7 +6,7 @@ Those for statistics, traces, results and checkpoints are in `epoch_stats`, `tra
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from gcnzc.train.callbacks import Callback
 from gcnzc.train.epoch_stats import Statistics
 from gcnzc.train.errors import StopTraining
 from gcnzc.train.results import format_drop_warning, format_epoch
-from gcnzc.train.run_folder import BEST, BOARD, RECORD, WORKERS
+from gcnzc.train.run_folder import BEST, BOARD, RECORD, WORKERS, best_rows
 from gcnzc.train.signals import stop_requests
 from gcnzc.train.state import Run
 from gcnzc.train.tensorboard import EventFile
@@ -53,6 +53,8 @@ class Best(Callback):
     """Keeps the weights with the best validation score, and stops a run without progress."""
 
     def __init__(self) -> None:
+        self.best: dict[str, Any] = {}
+        """on the first worker, the best model that this command has found"""
         self.is_written = True
 
     def on_evaluate(self, run: Run) -> None:
@@ -66,9 +68,11 @@ class Best(Callback):
                 "the best one"
             )
         if not run.best or valid > run.best["valid"]:
-            weights = {name: value.clone() for name, value in run.evaluated.state_dict().items()}
-            run.best = {"epoch": run.epoch, "valid": valid, "scores": run.scores, "model": weights}
-            self.is_written = False
+            run.best = {"epoch": run.epoch, "valid": valid, "scores": run.scores}
+            if run.is_first:
+                weights = run.evaluated.state_dict()
+                model = {name: value.clone() for name, value in weights.items()}
+                self.best, self.is_written = {**run.best, "model": model}, False
             if run.embeddings is not None:
                 run.embeddings.keep_best(run.files, run.epoch)
 
@@ -96,16 +100,25 @@ class Best(Callback):
         """See `Callback`."""
         self.write(run)
 
-    def write(self, run: Run) -> None:
-        """Write the best model on the first worker, also if its file was removed."""
+    def write(self, run: Run) -> bool:
+        """Write the best model on the first worker, also if its file was removed.
+
+        Returns:
+            Whether the file has the best model.
+        """
         path = run.folder / BEST
-        if run.is_first and run.best and not (self.is_written and path.exists()):
-            write = partial(checkpoint.save, path, run.best)
-            self.is_written = run.files.attempt(BEST, write)
+        if not self.best or (self.is_written and path.exists()):
+            return True
+        self.is_written = run.files.attempt(BEST, partial(checkpoint.save, path, self.best))
+        for path in run.folder.glob("best-*.npz") if self.is_written else ():
+            if path != best_rows(run.folder, run.best["epoch"]):
+                # a file that is left on a read-only disk does no harm
+                with suppress(OSError):
+                    path.unlink()
+        return self.is_written
 
     def on_start(self, run: Run) -> None:
-        """See `Callback`; the file may be older than the checkpoint."""
-        self.is_written = not run.best
+        """See `Callback`; a run that was resumed after its end has nothing left to do."""
         if not run.in_epoch:
             self.check_patience(run)
 
@@ -128,7 +141,8 @@ class Record(Callback):
         self.num_lines = len(run.lines)
         if run.is_first and run.lines:
             record.rewrite(run.folder / RECORD, run.lines)
-            record.keep(run.folder / WORKERS, self.num_worker_lines)
+            workers = record.read(run.folder / WORKERS)
+            record.rewrite(run.folder / WORKERS, workers[: self.num_worker_lines])
 
     def on_epoch(self, run: Run) -> None:
         """See `Callback`."""

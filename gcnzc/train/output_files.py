@@ -48,7 +48,6 @@ class OutputFiles:
         try:
             write()
         except OSError as error:
-            self.demand_folder()
             self.fail(name, error)
             return False
         if self.failures.pop(name, None) is not None:
@@ -59,8 +58,10 @@ class OutputFiles:
         """Record that a file could not be written, and report it the first time.
 
         Raises:
+            ValueError: the run folder was moved or removed.
             OSError: `error`, before the training begins.
         """
+        self.demand_folder()
         if not self.is_training:
             raise error
         if name not in self.failures:

@@ -145,15 +145,9 @@ class Precision:
         """Load this worker's state, given the states of all workers, (W, 2) float64.
 
         With another number of workers, all continue with the smallest loss scale.
-
-        Raises:
-            ValueError: a row of `states` was not returned by `state`.
         """
         if self.scaler is None:
             return
-        is_valid = states.ndim == 2 and states.shape[1] == 2 and len(states) > 0
-        if not is_valid or not states.isfinite().all() or not (states[:, 0] > 0).all():
-            raise ValueError("the states of GradScaler have invalid values")
         state = states[rank] if len(states) == world_size else states.amin(0)
         scale, steps = state.tolist()
         self.scaler.load_state_dict(

@@ -30,28 +30,20 @@ class Launch:
         Launchers without a run id belong to a launch if one of them has started its workers before:
         others may have been replaced, and worker 0 may have moved from one to another.
         """
-        earlier = self._read(folder)
-        if earlier is None:
-            return False
-        if self.run_id is not None:
-            return earlier.run_id == self.run_id
-        return not earlier.launchers.isdisjoint(self.launchers)
+        # a damaged file belongs to no launch
+        with suppress(FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+            earlier = read_json(folder / LAUNCH)
+            if self.run_id is not None:
+                return bool(earlier["run_id"] == self.run_id)
+            return not self.launchers.isdisjoint(earlier["launchers"])
+        return False
 
     def write(self, folder: Path) -> None:
         """Store this launch in `folder`, with all launchers that have belonged to it."""
         known = self.launchers
         if self.has_started(folder):
-            earlier = self._read(folder)
-            known |= earlier.launchers if earlier is not None else frozenset()
+            known |= set(read_json(folder / LAUNCH).get("launchers", ()))
         write_json(folder / LAUNCH, {"run_id": self.run_id, "launchers": sorted(known)})
-
-    @staticmethod
-    def _read(folder: Path) -> "Launch | None":
-        # a damaged file belongs to no launch
-        with suppress(FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
-            found = read_json(folder / LAUNCH)
-            return Launch(found["run_id"], frozenset(found["launchers"]))
-        return None
 
 
 class Journal:
@@ -79,24 +71,17 @@ def to_line(values: Mapping[str, Any]) -> bytes:
     return (to_json(values) + "\n").encode()
 
 
-def append(path: Path, line: Mapping[str, Any]) -> None:
-    """Append one JSON line to the file `path`, whole or not at all."""
-    append_whole(path, to_line(line))
-
-
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the lines of `path` before the first damaged one; none if there is no file."""
     if not path.is_file():
         return []
     lines: list[dict[str, Any]] = []
-    for text in path.read_text(errors="replace").splitlines():
-        try:
+    with suppress(json.JSONDecodeError):
+        for text in path.read_text(errors="replace").splitlines():
             line = json.loads(text)
-        except json.JSONDecodeError:
-            break
-        if not isinstance(line, dict):
-            break
-        lines.append(line)
+            if not isinstance(line, dict):
+                break
+            lines.append(line)
     return lines
 
 
@@ -107,11 +92,6 @@ def typical_lines(lines: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, A
     is the only one.
     """
     return lines[1:] or lines
-
-
-def keep(path: Path, num_lines: int) -> None:
-    """Truncate `path` to its first `num_lines` lines, atomically."""
-    rewrite(path, read(path)[:num_lines])
 
 
 def rewrite(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -15,7 +15,6 @@ from gcnzc.system import files
 from gcnzc.train.checkpointing import check_resumed_options
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.errors import Interrupted
-from gcnzc.train.options import read_options
 from gcnzc.train.output_files import cause_of
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.run import train
@@ -26,7 +25,7 @@ from gcnzc.train.run_folder import (
     SUMMARY,
     check_free_folder,
     folder_of_seed,
-    read_config,
+    read_runs,
 )
 
 # trains one run in a folder, and returns its result
@@ -139,27 +138,6 @@ def _check_resumed(config: TrainConfig, folder: Path) -> None:
             f"{folder} has {stored.training.runs} runs, more than --runs {config.training.runs}\n\n"
             "hint: omit --runs, or give a larger number to add runs"
         )
-
-
-def read_runs(folder: Path) -> TrainConfig:
-    """Read the options with which the runs in a folder were started.
-
-    Raises:
-        FileNotFoundError: the folder has no runs.
-        ValueError: the file is damaged.
-    """
-    path = folder / RUNS
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no runs in {folder}: it has no {RUNS}\n\n"
-            "hint: --resume of a single run takes no --runs; start several with another --out"
-        )
-    return TrainConfig(**read_options(path, TrainConfig))
-
-
-def read_any(folder: Path) -> TrainConfig:
-    """Read the options with which the run or the runs in a folder were started."""
-    return read_runs(folder) if (folder / RUNS).is_file() else read_config(folder)
 
 
 def summarize(folder: Path, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from gcnzc.tune import pcie_bench
 
 def _options(config: TrainConfig) -> dict[str, Any]:
     """Return the options of a run, except paths and time limits."""
-    excluded = ("data", "out", "resume", "config", "timeout_s", "restarts", "checkpoint_every_s")
+    excluded = {"data", "out", "resume", "config", "timeout_s", "restarts"}
+    excluded |= {"checkpoint_every_s", "keep"}
     return {name: value for name, value in config.to_dict().items() if name not in excluded}
 
 

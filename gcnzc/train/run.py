@@ -265,7 +265,7 @@ def open_embeddings(run: Run, stack: ExitStack) -> TrainedEmbeddings | None:
     names = ", ".join(f"{name} ({len(table):,} rows)" for name, table in tables.items())
     columns = run.config.model.embeddings["dim"]
     run.reporter.say(f"embeddings of {columns} columns are trained for {names}")
-    return TrainedEmbeddings(run.config, tables, run.group, run.folder)
+    return TrainedEmbeddings(run.config, tables, run.group)
 
 
 def all_callbacks(
@@ -278,7 +278,7 @@ def all_callbacks(
     statistics, best = Statistics(run.device), Best()
     records = Record(statistics)
     stored = [records, *own]
-    saving = Checkpoint(run, statistics, stored, launch, stack)
+    saving = Checkpoint(run, statistics, best, stored, launch, stack)
     saving.begin(run)
     return [
         statistics,

@@ -1,14 +1,14 @@
 """The run folder: names of its files, and which folder a run uses."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gcnzc.datasets.store import is_prepared
-from gcnzc.system import files
 from gcnzc.train import record
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.options import check_names, rows
+from gcnzc.train.options import read_options, rows
 
 # the options of several runs with different seeds, and their scores
 RUNS, SUMMARY = "runs.json", "summary.json"
@@ -16,19 +16,12 @@ RUNS, SUMMARY = "runs.json", "summary.json"
 # what the model reads and predicts
 SCHEMA = "schema.json"
 
-CONFIG, RECORD, WORKERS, CHECKPOINT, BEST, CURVES, RESULT, BOARD, TRACE, TIMELINE, LOGS = (
-    "config.json",
-    "record.jsonl",
-    "workers.jsonl",
-    "checkpoint.pt",
-    "best.pt",
-    "curves.png",
-    "result.json",
-    "tensorboard",
-    "timeline.json",
-    "timeline.png",
-    "logs",
-)
+# a line for each epoch; and with several workers, one for each worker
+CONFIG, RECORD, WORKERS = "config.json", "record.jsonl", "workers.jsonl"
+# what a run resumes from, and the weights with the best validation metric
+CHECKPOINTS, BEST = "checkpoints", "best.pt"
+CURVES, RESULT, BOARD, LOGS = "curves.png", "result.json", "tensorboard", "logs"
+TRACE, TIMELINE = "timeline.json", "timeline.png"
 
 
 @contextmanager
@@ -101,6 +94,36 @@ def folder_of_seed(folder: Path, seed: int) -> Path:
     return folder / f"seed-{seed}"
 
 
+def checkpoint_path(run: Path, number: int, owner: object = 0) -> Path:
+    """Return the file of a checkpoint with the state of a worker, or the rows of embeddings."""
+    suffix = "npz" if owner == "rows" else "pt"
+    return run / CHECKPOINTS / f"{number:06}-{owner}.{suffix}"
+
+
+def checkpoint_numbers(run: Path) -> list[int]:
+    """Return the numbers of the checkpoints of a run, in their order."""
+    names = [re.fullmatch(r"(\d+)-0\.pt", path.name) for path in (run / CHECKPOINTS).glob("*")]
+    return sorted(int(name[1]) for name in names if name)
+
+
+def last_checkpoint(run: Path) -> Path:
+    """Return the file of worker 0 of the last checkpoint of a run, or that of the first one."""
+    return checkpoint_path(run, max(checkpoint_numbers(run), default=1))
+
+
+def best_rows(run: Path, epoch: int) -> Path:
+    """Return the file with the embeddings of the best model, of an epoch counted from 0."""
+    return run / f"best-{epoch:06}.npz"
+
+
+def lost_best_remedy(run: Path) -> str:
+    """Return the hint of the error for a file of the best model that is missing or damaged."""
+    return (
+        "restore the file from a copy; otherwise start the run again, since "
+        f"`gcnzc train --resume {run} --epochs N` writes another only if a later epoch is better"
+    )
+
+
 def is_of_launch(folder: Path, launch: record.Launch | None) -> bool:
     """Whether `folder` has a run that this launch started last."""
     return launch is not None and (folder / CONFIG).is_file() and launch.has_started(folder)
@@ -114,29 +137,45 @@ def read_config(run: Path) -> TrainConfig:
         ValueError: the file is damaged, or does not have the options of a run.
     """
     path = run / CONFIG
-    if (run / RUNS).is_file() and not path.is_file():
-        raise FileNotFoundError(
-            f"{run} has several runs\n\nhint: give the folder of one, such as {run}/seed-0"
-        )
     if not path.is_file():
+        if (run / RUNS).is_file():
+            raise FileNotFoundError(
+                f"{run} has several runs\n\nhint: give the folder of one, such as {run}/seed-0"
+            )
         raise FileNotFoundError(
             f"no run in {run}: it has no {CONFIG}\n\n"
             "hint: give the folder that `gcnzc train` wrote, runs/DATA-MODEL-N or that of --out"
         )
-    remedy = (
-        f"restore it from a copy; torch.load('{run / CHECKPOINT}')['options'] has the same options"
-    )
-    values = files.read_json(path, remedy)
-    if not isinstance(values, dict) or not isinstance(values.get("data"), str):
-        raise ValueError(
-            f"{path} names no data, so it does not hold the options of a run\n\n"
-            f"hint: was it edited? `gcnzc train --out FOLDER` starts a new run"
-        )
-    given = check_names(TrainConfig, values, f"{path}: ")
-    missing = [name for name in rows(TrainConfig) if name not in given]
-    if missing:
-        raise ValueError(f"{path} has no option {missing[0]}\n\nhint: {remedy}")
     try:
+        given = read_options(path, TrainConfig)
+        for name in rows(TrainConfig):
+            if name not in given or (name == "data" and given[name] is None):
+                raise ValueError(f"{path} has no option {name}")
         return TrainConfig(**given)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        cause = str(error).partition("\n\n")[0]
+        raise ValueError(
+            f"{cause}\n\nhint: restore {path} from a copy; torch.load('{last_checkpoint(run)}')"
+            "['options'] has the same options"
+        ) from None
+
+
+def read_runs(folder: Path) -> TrainConfig:
+    """Read the options with which the runs in a folder were started.
+
+    Raises:
+        FileNotFoundError: the folder has no runs.
+        ValueError: the file is damaged.
+    """
+    path = folder / RUNS
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no runs in {folder}: it has no {RUNS}\n\n"
+            "hint: --resume of a single run takes no --runs; start several with another --out"
+        )
+    return TrainConfig(**read_options(path, TrainConfig))
+
+
+def read_any(folder: Path) -> TrainConfig:
+    """Read the options with which the run or the runs in a folder were started."""
+    return read_runs(folder) if (folder / RUNS).is_file() else read_config(folder)

@@ -1,18 +1,15 @@
 """What the model of a run reads and predicts: its features, and its classes or label columns."""
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from gcnzc.graph.dataset import Dataset
 from gcnzc.system import files
 from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.run_folder import SCHEMA
-
-# fields whose keys in the file have another name, as in prepared folders
-STORED_KEYS = {"num_label_columns": "num_tasks"}
-FIELDS = {key: field for field, key in STORED_KEYS.items()}
 
 
 @dataclass(frozen=True)
@@ -48,25 +45,20 @@ class Schema:
 def schema_of(data: Dataset | HeteroDataset) -> Schema:
     """Return the schema of models that are trained on a graph."""
     num_label_columns = 1 if data.labels.ndim == 1 else data.labels.shape[1]
-    names = data.names
-    schema = Schema(data.num_classes, num_label_columns, names.features, names.classes)
-    if isinstance(data, Dataset):
-        return schema
-    node_types, edge_types = data.graph.metadata()
-    return dataclasses.replace(
-        schema,
-        node_types=node_types,
-        edge_types=list(map(list, edge_types)),
-        target=data.target or None,
-    )
+    names, types = data.names, dict[str, Any]()
+    if isinstance(data, HeteroDataset):
+        node_types, edge_types = data.graph.metadata()
+        types = {
+            "node_types": node_types,
+            "edge_types": list(map(list, edge_types)),
+            "target": data.target or None,
+        }
+    return Schema(data.num_classes, num_label_columns, names.features, names.classes, **types)
 
 
 def write_schema(run: Path, data: Dataset | HeteroDataset) -> None:
     """Write the schema of a new run to its folder."""
-    fields = dataclasses.asdict(schema_of(data))
-    if isinstance(data, Dataset):
-        del fields["node_types"], fields["edge_types"], fields["target"]
-    files.write_json(run / SCHEMA, {STORED_KEYS.get(key, key): fields[key] for key in fields})
+    files.write_json(run / SCHEMA, asdict(schema_of(data)))
 
 
 def read_schema(run: Path) -> Schema:
@@ -79,32 +71,29 @@ def read_schema(run: Path) -> Schema:
     path, remedy = run / SCHEMA, "restore it from a copy, or train again"
     if not path.is_file():
         raise FileNotFoundError(f"the run in {run} has no {SCHEMA}\n\nhint: {remedy}")
-    stored = files.read_json(path, remedy)
     try:
-        schema = Schema(**{FIELDS.get(key, key): value for key, value in stored.items()})
-        _check(schema)
-    except (TypeError, AttributeError) as error:
+        schema = Schema(**files.read_json(path, remedy))
+    except TypeError as error:
         raise ValueError(f"{path} is damaged: {error}\n\nhint: {remedy}") from None
+    classes, num_classes, columns = schema.classes, schema.num_classes, schema.num_label_columns
+    valid = {
+        # a graph for link prediction may have no labels
+        "num_classes": type(num_classes) is int and num_classes >= 0,
+        "num_label_columns": type(columns) is int and columns >= 1,
+        "features": _are_names(schema.features),
+        "classes": _are_names(classes) and len(classes or ()) in (0, schema.num_outputs),
+        "target": isinstance(schema.target, str | None),
+    }
+    for name, is_valid in valid.items():
+        if not is_valid:
+            value = getattr(schema, name)
+            raise ValueError(f"{path} is damaged: {name} is {value!r:.100}\n\nhint: {remedy}")
     return schema
 
 
-def _check(schema: Schema) -> None:
-    """Raise a TypeError if the fields are inconsistent."""
-    # a graph for link prediction may have no labels
-    for name, least in (("num_classes", 0), ("num_label_columns", 1)):
-        value = getattr(schema, name)
-        if type(value) is not int or value < least:
-            raise TypeError(f"{STORED_KEYS.get(name, name)} is {value!r:.100}")
-    for name, count in (("features", None), ("classes", schema.num_outputs)):
-        names = getattr(schema, name)
-        if names is None:
-            continue
-        is_list = isinstance(names, list) and all(isinstance(each, str) for each in names)
-        if not is_list or (count is not None and len(names) != count):
-            number = "" if count is None else f"{count} "
-            raise TypeError(f"{name} is {names!r:.100}, not a list of {number}names")
-    if not isinstance(schema.target, str | None):
-        raise TypeError(f"target is {schema.target!r:.100}")
+def _are_names(value: Any) -> bool:
+    is_list = isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return value is None or is_list
 
 
 def check_names(schema: Schema, data: Dataset | HeteroDataset, source: Path) -> None:
@@ -126,21 +115,17 @@ def check_names(schema: Schema, data: Dataset | HeteroDataset, source: Path) -> 
                 "hint: a model fits only graphs with the same node types and edge types, in the "
                 "same order"
             )
-    names = data.names
     for what, trained, here, key in (
-        ("column of features", schema.features, names.features, "features"),
-        ("class", schema.classes, names.classes, "classes"),
+        ("column of features", schema.features, data.names.features, "features"),
+        ("class", schema.classes, data.names.classes, "classes"),
     ):
-        if trained is None or here is None or list(trained) == list(here):
+        if trained is None or here is None:
             continue
-        longer = max(len(trained), len(here))
-        number = next(i for i in range(longer) if trained[i : i + 1] != here[i : i + 1])
-        found, expected = (
-            str((*each[number : number + 1], "absent")[0]) for each in (here, trained)
-        )
-        raise ValueError(
-            f"{source}: {what} {number} is {found!r}, but the model was trained with "
-            f"{expected!r}\n\n"
-            f"hint: prepare the graph again with {key} in the order of the run, which "
-            f"{SCHEMA} in its folder lists"
-        )
+        for number, (expected, found) in enumerate(zip_longest(trained, here, fillvalue="absent")):
+            if found != expected:
+                raise ValueError(
+                    f"{source}: {what} {number} is {str(found)!r}, but the model was trained with "
+                    f"{expected!r}\n\n"
+                    f"hint: prepare the graph again with {key} in the order of the run, which "
+                    f"{SCHEMA} in its folder lists"
+                )

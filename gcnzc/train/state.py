@@ -119,7 +119,7 @@ class Run:
     """of the record, one per epoch"""
     scores: Scores = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
-    """epoch, valid, scores and weights (model) of the best evaluation; empty before the first"""
+    """epoch, valid and scores of the best evaluation; empty before the first"""
     evaluated: nn.Module | None = None
     result: dict[str, Any] = field(default_factory=dict)
     stopped: Exception | None = None

@@ -41,7 +41,6 @@ from gcnzc.train.setup import choose_device, feature_table
 from gcnzc.train.tasks.link import build_link_model
 
 Array: TypeAlias = NDArray[Any]
-BEST_KEYS: Mapping[str, type] = {"epoch": int, "valid": float, "scores": dict, "model": dict}
 
 
 @dataclass(frozen=True)
@@ -323,13 +322,7 @@ def _load_best(model: nn.Module, run: Path, source: Path, config: TrainConfig) -
             "hint: wait for its first evaluation, of epoch 1 or of --evaluate-every; if the run "
             f"was stopped, `gcnzc train --resume {run}` resumes it"
         )
-    try:
-        best = checkpoint.load(run / BEST, BEST_KEYS)
-    except ValueError as error:
-        cause = str(error).partition("\n\n")[0]
-        raise ValueError(
-            f"{cause}\n\nhint: `gcnzc train --resume {run}` writes it again from the checkpoint"
-        ) from None
+    best = checkpoint.load_best(run)
     own, trained = model.state_dict(), best["model"]
     found, expected = _num_columns(own), _num_columns(trained)
     if found != expected and None not in (found, expected):

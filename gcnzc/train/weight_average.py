@@ -123,23 +123,16 @@ class WeightAverage:
         """Load the mean of the states of several workers, or the state of one.
 
         Raises:
-            KeyError, ValueError: a state is not of this model.
+            KeyError, ValueError, RuntimeError: a state is not of this model.
         """
         first = states[0]
         parameters = list(self.averaged.module.parameters())
-        for state in states:
-            count = len(state["parameters"])
-            if count != len(parameters):
-                raise ValueError(f"an average of {count} parameters, not {len(parameters)}")
-        for number, averaged in enumerate(parameters):
-            values = [state["parameters"][number].to(averaged.device) for state in states]
-            if any(value.shape != averaged.shape for value in values):
-                raise ValueError(f"the average of parameter {number} has another shape")
+        own = (state["parameters"] for state in states)
+        for averaged, value, *others in zip(parameters, *own, strict=True):
+            averaged.copy_(value.view(averaged.shape))
             # differences, because the rounded mean of equal values may differ from them
-            mean = values[0].clone()
-            for value in values[1:]:
-                mean += (value - values[0]) / len(values)
-            averaged.copy_(mean)
+            for other in others:
+                averaged += (other - value).to(averaged.device) / len(states)
         self.averaged.n_averaged.fill_(first["updates"])
         here = _floating_buffers(self.model)
         self.buffers = {
@@ -195,7 +188,8 @@ def format_average_warning(
         best_epoch: epoch of the best model, counted from 0.
         lines: lines of the record.
     """
-    if lines[best_epoch].get("averaged", 1):
+    # the best model may be newer than the lines of a run that was killed
+    if best_epoch >= len(lines) or lines[best_epoch].get("averaged", 1):
         return ""
     chosen, first = training.average, 1
     if chosen.name == "swa":

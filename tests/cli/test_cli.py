@@ -22,6 +22,7 @@ from gcnzc.cli.output import warned_with
 from gcnzc.train import checkpoint
 from gcnzc.train import run as train_run
 from gcnzc.train.plots import run_labels
+from gcnzc.train.run_folder import last_checkpoint
 from gcnzc.tune import choose, machine, search
 
 
@@ -44,8 +45,9 @@ def test_training_prints_one_line_and_fills_the_run_folder(graph, tmp_path, caps
     assert 0.5 < line["test_accuracy"] <= 1
     assert "epoch 2/2" in err
     files = {path.name for path in (tmp_path / "r").iterdir()} - {"tensorboard"}
-    wanted = {"config.json", "record.jsonl", "curves.png", "checkpoint.pt", "best.pt"}
+    wanted = {"config.json", "record.jsonl", "curves.png", "checkpoints", "best.pt"}
     assert files == wanted | {"result.json", "schema.json"}
+    assert [path.suffix for path in (tmp_path / "r" / "checkpoints").iterdir()] == [".pt"]
     assert len((tmp_path / "r" / "record.jsonl").read_text().splitlines()) == 2
 
 
@@ -212,10 +214,10 @@ def test_a_resumed_run_keeps_its_model(run, capsys):
 def test_files_of_another_program_in_a_run_are_rejected(run, tmp_path, capsys):
     other = tmp_path / "other"
     shutil.copytree(run, other)
-    for name in ("best.pt", "checkpoint.pt"):
-        checkpoint.save(other / name, {"x": 1})
+    for path in (other / "best.pt", last_checkpoint(other)):
+        checkpoint.save(path, {"x": 1})
     assert "it has no epoch" in failed(capsys, ["evaluate", other], 1)[0]
-    assert "it has no model" in failed(capsys, ["train", "--resume", other], 1)[0]
+    assert "does not fit this run" in failed(capsys, ["train", "--resume", other], 1)[0]
     for text in ("{}", "[]", "3", "[" * 100_000, '{"data": 7}', "\xff"):
         (other / "config.json").write_text(text, encoding="latin-1")
         for words in (["evaluate", other], ["train", "--resume", other]):
@@ -225,16 +227,18 @@ def test_files_of_another_program_in_a_run_are_rejected(run, tmp_path, capsys):
 def test_resuming_a_run_without_its_checkpoint_is_an_error(run, tmp_path, capsys):
     lost = tmp_path / "lost"
     shutil.copytree(run, lost)
-    (lost / "checkpoint.pt").write_bytes(b"")
+    path = last_checkpoint(lost)
+    path.write_bytes(b"")
+    error, hint = failed(capsys, ["train", "--resume", lost, "--epochs", "3"], 1)
+    assert f"{path.name} is damaged" in error
+    assert "--keep 2 keeps an earlier checkpoint" in hint
+    path.unlink()
+    os.mkfifo(path)
     error, _ = failed(capsys, ["train", "--resume", lost, "--epochs", "3"], 1)
-    assert "checkpoint.pt is damaged: it is empty" in error
-    (lost / "checkpoint.pt").unlink()
-    os.mkfifo(lost / "checkpoint.pt")
+    assert f"{path.name} is not a file" in error
+    path.unlink()
     error, _ = failed(capsys, ["train", "--resume", lost, "--epochs", "3"], 1)
-    assert "checkpoint.pt is not a file" in error
-    (lost / "checkpoint.pt").unlink()
-    error, _ = failed(capsys, ["train", "--resume", lost, "--epochs", "3"], 1)
-    assert "has record.jsonl, but its checkpoint" in error
+    assert "has record.jsonl, but no checkpoint" in error
     # it was killed before its first checkpoint: there is nothing to lose
     for path in lost.iterdir():
         if path.is_file() and path.name != "config.json":

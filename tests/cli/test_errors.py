@@ -23,7 +23,7 @@ from gcnzc.kernels import compilation
 from gcnzc.system import files
 from gcnzc.train import record
 from gcnzc.train import run as train_run
-from gcnzc.train.writable import check_writable
+from gcnzc.train.writable import check_output
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,9 +104,9 @@ def test_output_paths_are_checked_before_the_work(run, graph, tmp_path, capsys, 
     (tmp_path / "typed/meta.json").write_text(json.dumps(files))
     names.touch()
     # another file in the folder may be replaced
-    check_writable("out", names.with_name("own.npy"))
+    check_output("--out", names.with_name("own.npy"), [".npy"])
     names.with_name("own.npy").touch()
-    check_writable("out", names.with_name("own.npy"))
+    check_output("--out", names.with_name("own.npy"), [".npy"])
     for words, wrong in (
         (["plot", run, "--out", tmp_path], f"--out: {tmp_path} is a folder"),
         (["plot", run, "--out", missing / "x.png"], f"--out: there is no folder {missing}"),
@@ -269,7 +269,7 @@ def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):
     for write in (
         lambda path: files.write_text(path, "x"),
         lambda path: files.write_array(path, np.ones(3)),
-        lambda path: record.keep(path, 0),
+        lambda path: record.rewrite(path, []),
     ):
         with pytest.raises(OSError, match=r"no space left on .*x\.npy\n\nhint: free"):
             write(tmp_path / "x.npy")
@@ -295,7 +295,7 @@ def test_a_damaged_record_is_reported_and_rewritten(run, tmp_path, capsys, damag
         *({"classes": value} for value in ("x", [1, 2, 3, 4])),
         *({"num_classes": value} for value in (-1, "4")),
         {"features": 3},
-        {"num_tasks": -1},
+        {"num_label_columns": -1},
     ],
 )
 def test_a_damaged_schema_is_reported(run, tmp_path, capsys, damage):

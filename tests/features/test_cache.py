@@ -425,7 +425,6 @@ def test_the_counters_of_a_resumed_epoch_continue():
     tally = EpochStats(torch.device("cpu"))
     tally.hits += 5
     state = tally.state_dict()
-    other = EpochStats(torch.device("cpu"))
-    other.load_state_dict(state)
+    other = EpochStats(torch.device("cpu"), state)
     other.hits += 2
     assert other.state_dict()["hits"] == 7

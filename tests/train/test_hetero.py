@@ -48,7 +48,7 @@ def test_damaged_files_of_a_run_and_its_graph_name_what_helps(config, folder, tm
     schema.write_text(written)
     content = options.read_text()
     options.write_text(content[:-20])
-    with pytest.raises(ValueError, match=r"config\.json is damaged") as error:
+    with pytest.raises(ValueError, match=r"config\.json is not JSON") as error:
         predict(run)
     # the hint has an expression with the options
     expression = re.search(r"torch\.load\(.*\)\['options'\]", str(error.value))[0]

@@ -21,7 +21,7 @@ from gcnzc.train.run import train
 
 
 def embeddings(run):
-    last = max((run / "embeddings").glob("state-*.npz"))
+    last = max((run / "checkpoints").glob("*-rows.npz"))
     return {name: value.copy() for name, value in np.load(last).items() if "/" in name}
 
 
@@ -57,8 +57,8 @@ def test_embeddings_are_trained_resumed_and_evaluated(optimizer, config, tmp_pat
     assert_same_run(tmp_path / "whole", tmp_path / "stopped")
     for name, value in embeddings(tmp_path / "stopped").items():
         assert np.array_equal(value, rows[name]), name
-    # the last two checkpoints, and the best model
-    assert len(list((tmp_path / "stopped" / "embeddings").iterdir())) <= 4
+    # of the last checkpoint, and of the best model
+    assert len(list((tmp_path / "stopped").rglob("*.npz"))) == 2
 
 
 def test_two_workers_compute_the_result_of_one(config, tmp_path):
@@ -89,7 +89,7 @@ def test_a_lost_file_of_embeddings_is_named(config, embedded, tmp_path):
     )
     with pytest.raises(ValueError, match=r"201 nodes of type 'author', but the model has .* 200"):
         evaluate(EvaluateConfig(run=tmp_path / "run", data=tmp_path / "more"))
-    (best,) = (tmp_path / "run" / "embeddings").glob("best-*.npz")
+    (best,) = (tmp_path / "run").glob("best-*.npz")
     whole = best.read_bytes()
     best.write_bytes(whole[:-20])
     with pytest.raises(ValueError, match=f"{best.name}(?s:.*)hint: .*otherwise start the run"):
@@ -101,16 +101,15 @@ def test_a_lost_file_of_embeddings_is_named(config, embedded, tmp_path):
     said, reporter = [], NullReporter()
     reporter.say = said.append
     train(config.replace(epochs=2, resume=tmp_path / "resumed"), tmp_path / "resumed", reporter)
-    lost = "warning: the embeddings of the best model, of epoch 1, are lost: "
-    assert any(text.startswith(lost) for text in said)
-    (state,) = (tmp_path / "run" / "embeddings").glob("state-*.npz")
+    assert any(text.startswith("warning: the best model is lost: ") for text in said)
+    (state,) = (tmp_path / "run" / "checkpoints").glob("*-rows.npz")
     content = state.read_bytes()
     state.write_bytes(content[:-20])
     with pytest.raises(
-        ValueError, match=r"state-.* is damaged(?s:.*)or start another run with --out"
+        ValueError, match=r"-rows.npz is damaged(?s:.*)or start another run with --out"
     ):
         train(config.replace(epochs=2, resume=tmp_path / "run"), tmp_path / "run")
-    for path in (tmp_path / "run" / "embeddings").iterdir():
+    for path in (tmp_path / "run").rglob("*.npz"):
         path.unlink()
     with pytest.raises(FileNotFoundError, match="embeddings of the best model"):
         evaluate(EvaluateConfig(run=tmp_path / "run"))

@@ -23,13 +23,15 @@ LINE = {
 
 def test_a_line_truncated_by_a_crash_is_ignored(tmp_path):
     path = tmp_path / "r.jsonl"
-    record.append(path, {"epoch": 0})
+    record.rewrite(path, [{"epoch": 0}])
     with path.open("a") as file:
         file.write('{"epoch": 1, "lo')
     assert record.read(path) == [{"epoch": 0}]
-    record.keep(path, 1)
-    record.append(path, {"epoch": 1})
-    assert len(record.read(path)) == 2
+    record.rewrite(path, record.read(path))
+    journal = record.Journal(path)
+    journal.pending = record.to_line({"epoch": 1})
+    journal.append()
+    assert record.read(path) == [{"epoch": 0}, {"epoch": 1}]
 
 
 def test_damaged_json_is_reported(tmp_path):
@@ -41,10 +43,11 @@ def test_damaged_json_is_reported(tmp_path):
 def test_curves_of_one_run_and_of_two_are_drawn(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
+        lines = []
         for epoch in range(3):
             valid = {"valid_accuracy": 0.4 + epoch / 10, "test_accuracy": 0.4} if epoch % 2 else {}
-            line = LINE | {"epoch": epoch, "best_possible_accuracy": 0.9} | valid
-            record.append(tmp_path / name / "record.jsonl", line)
+            lines.append(LINE | {"epoch": epoch, "best_possible_accuracy": 0.9} | valid)
+        record.rewrite(tmp_path / name / "record.jsonl", lines)
     curves([tmp_path / "one"], tmp_path / "one.png")
     curves([tmp_path / "one", tmp_path / "two"], tmp_path / "two.png")
     for name in ("one.png", "two.png"):

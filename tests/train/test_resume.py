@@ -1,15 +1,26 @@
 """A run that ends in the middle resumes bit for bit, whatever state its options have."""
 
+import shutil
+
 import pytest
 import typed_papers
 import typed_shop
-from training import Interrupting, Stopped, Stopping, assert_same_run, planted, saved
+from training import (
+    Interrupting,
+    Listener,
+    Stopped,
+    Stopping,
+    assert_same_run,
+    planted,
+    saved,
+)
 
 from gcnzc import prepare
 from gcnzc.graph.edge_split import EdgeShares
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.errors import Interrupted
 from gcnzc.train.run import train
+from gcnzc.train.run_folder import last_checkpoint
 
 SIZES = {"fanouts": (3, 3), "hidden": 8, "batch_size": 30, "epochs": 3, "lr": 0.01, "threads": 1}
 # by case: the graph, the options, and where the run ends: a stop request in a step of the run, or
@@ -75,3 +86,48 @@ def test_a_run_resumes_bit_for_bit_also_with_other_threads(case, graphs, tmp_pat
     assert saved(tmp_path / "cut")["loader"]["position"] > 0
     train(config.replace(resume=tmp_path / "cut", threads=3), tmp_path / "cut")
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("strategy", ["average", "local-sgd:local_steps=3"])
+def test_a_run_resumes_from_an_earlier_checkpoint(strategy, graphs, tmp_path):
+    options = SIZES | {"strategy": strategy, "average": "ema", "checkpoint_every_s": 0, "keep": 3}
+    config = TrainConfig(data=graphs["nodes"], **options)
+    train(config, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    config = config.replace(resume=tmp_path / "run", keep=2)
+    files = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    assert len(files) == 3
+    # the end of the run, its last epoch, and a step of that epoch
+    for damaged, earlier in ((files[2], files[1]), (files[1], files[0])):
+        content = bytearray(damaged.read_bytes())
+        content[len(content) // 2] ^= 1
+        damaged.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{damaged} is damaged") as caught:
+            train(config, tmp_path / "run")
+        assert f"or delete {damaged}, and `gcnzc train --resume" in str(caught.value)
+        assert f"resumes from {earlier.name}" in str(caught.value)
+        damaged.unlink()
+    assert saved(tmp_path / "run")["in_epoch"]
+    train(config, tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
+
+
+def test_the_best_model_of_a_run_that_was_killed_before_its_checkpoint_is_kept(graphs, tmp_path):
+    """The best model may be newer than the checkpoint, and is lost only if its file is."""
+    config = TrainConfig(data=graphs["nodes"], **SIZES, checkpoint_every_s=0, keep=99)
+    result = train(config, tmp_path / "run")
+    best = (tmp_path / "run" / "best.pt").read_bytes()
+    config = config.replace(resume=tmp_path / "run")
+    while saved(tmp_path / "run")["best"]:
+        last_checkpoint(tmp_path / "run").unlink()
+    again = train(config, tmp_path / "run")
+    assert (again["best_epoch"], again["test_accuracy"]) == (
+        result["best_epoch"],
+        result["test_accuracy"],
+    )
+    assert (tmp_path / "run" / "best.pt").read_bytes() == best
+    (tmp_path / "run" / "best.pt").write_bytes(best[:-9])
+    listener = Listener()
+    assert train(config, tmp_path / "run", listener)["best_epoch"] == result["best_epoch"]
+    assert any("warning: the best model is lost: " in line for line in listener.said)

@@ -94,10 +94,11 @@ def test_workers_with_other_weights_evaluate_their_mean():
     one = average_of(Small(), average="ema")
     one.load_state_dicts([each.state_dict() for each in averages])
     torch.testing.assert_close(run(one.build_evaluated_model(), Group())[0].weight, mean)
-    with pytest.raises(ValueError, match="another shape"):
+    with pytest.raises(RuntimeError, match="invalid for input of size 1"):
         one.load_state_dicts([{**one.state_dict(), "parameters": [torch.zeros(1)] * 4}])
-    with pytest.raises(ValueError, match="an average of 1 parameters"):
-        one.load_state_dicts([{**one.state_dict(), "parameters": [torch.zeros(1)]}])
+    first = one.state_dict()["parameters"][:1]
+    with pytest.raises(ValueError, match=r"(shorter|longer) than argument"):
+        one.load_state_dicts([{**one.state_dict(), "parameters": first}])
 
 
 def test_the_mean_of_the_last_epochs_is_evaluated_and_kept(config, tmp_path):

@@ -1,14 +1,11 @@
 """Trainable embeddings of a run, for node types without features: optimizer and files.
 
-Each worker has a replica of every table in its memory. The files are in the folder `embeddings` of
-the run: one with the rows and the optimizer's state for the last checkpoint, and one with the rows
-of the best model.
+Each worker has a replica of every table in its memory. A checkpoint has a file with the rows and
+the optimizer's state, and the best model one with the rows.
 """
 
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -23,14 +20,12 @@ from gcnzc.optim import (
     SparseAdagrad,
     SparseAdam,
 )
-from gcnzc.system.array_file import verify_arrays, write_arrays
-from gcnzc.train.checkpoint import RESTORE
+from gcnzc.system.array_file import write_arrays
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.mixed_seed import mixed_seed
 from gcnzc.train.output_files import OutputFiles
-
-FOLDER = "embeddings"
+from gcnzc.train.run_folder import best_rows, lost_best_remedy
 
 
 def adagrad(
@@ -64,23 +59,16 @@ class TrainedEmbeddings:
         config: options of the run.
         tables: by node type.
         group: all workers.
-        folder: the run folder.
     """
 
     def __init__(
-        self, config: TrainConfig, tables: Mapping[str, EmbeddingTable], group: Group, folder: Path
+        self, config: TrainConfig, tables: Mapping[str, EmbeddingTable], group: Group
     ) -> None:
         self.tables, chosen = dict(tables), config.model.embeddings
         self.optimizer: SparseAdagrad | SparseAdam = chosen.load()(
             self.tables, group, **chosen.given
         )
-        self.group, self.folder = group, folder / FOLDER
-        self.generation = 0
-        """generation of the state that was written last"""
-        # names of the files that checkpoints refer to: the last one that is on the disk, and the
-        # one that was begun last
-        self._on_disk: frozenset[str] = frozenset()
-        self._begun: frozenset[str] = frozenset()
+        self.group = group
 
     def clear_gradients(self) -> None:
         """Forget all gradients of rows."""
@@ -102,105 +90,29 @@ class TrainedEmbeddings:
             files: reports a file that cannot be written.
             epoch: counted from 0.
         """
+        arrays = {f"{name}/rows": table.rows.numpy() for name, table in self.tables.items()}
+        path = best_rows(files.folder, epoch)
         with joint_work(self.group):
             if self.group.rank == 0:
-                files.attempt("embeddings/best", lambda: self.write_best(epoch))
+                files.attempt("best-*.npz", lambda: write_arrays(path, arrays, {"epoch": epoch}))
 
-    def write_best(self, epoch: int) -> None:
-        """Write the rows of the best model, of an epoch counted from 0; on worker 0.
-
-        Raises:
-            OSError: the file could not be written.
-        """
-        self.folder.mkdir(exist_ok=True)
-        arrays = {f"{name}/rows": table.rows.numpy() for name, table in self.tables.items()}
-        write_arrays(self.folder / best_name(epoch), arrays, {"epoch": epoch})
-
-    def write_state(self, best: Mapping[str, Any], is_written: bool) -> None:
-        """Write the next generation of the rows and the state; on worker 0.
-
-        Files are removed to which neither the next checkpoint refers, nor the last one on the disk.
-
-        Args:
-            best: the best model, to which the next checkpoint refers too.
-            is_written: whether the checkpoint after the last call is on the disk.
-
-        Raises:
-            OSError: the file could not be written.
-        """
-        if is_written:
-            self._on_disk = self._begun
-        self.folder.mkdir(exist_ok=True)
-        generation = self.generation + 1
-        self.optimizer.save(self.folder / _state_name(generation))
-        self.generation = generation
-        self._begun = frozenset({_state_name(generation)} | _best_names(best))
-        self._remove_except(self._on_disk | self._begun)
-
-    def remove_old(self, best: Mapping[str, Any]) -> None:
-        """Remove the files of earlier checkpoints and models.
-
-        Call it after the last ones are written.
-
-        Args:
-            best: the best model.
-        """
-        self._on_disk = self._begun
-        self._remove_except(self._begun | _best_names(best))
-
-    def _remove_except(self, names: Collection[str]) -> None:
-        for path in self.folder.glob("*.npz"):
-            if path.name not in names:
-                # a file that is left on a read-only disk does no harm
-                with suppress(OSError):
-                    path.unlink(missing_ok=True)
-
-    def restore(self, generation: int, best: Mapping[str, Any]) -> None:
-        """Load a generation of the rows and the state on all workers; a collective call.
+    def load(self, path: Path, remedy: str) -> None:
+        """Load the rows and the state of a checkpoint on all workers; a collective call.
 
         Raises:
             FileNotFoundError: the file does not exist on a worker.
             ValueError: the file is damaged, or of other tables.
         """
-        path = self.folder / _state_name(generation)
         with joint_work(self.group):
             if not path.is_file():
                 raise FileNotFoundError(
                     f"{path} is missing, which has the embeddings of the checkpoint\n\n"
-                    f"{RESTORE}; with several machines, put the run folder on a file system "
-                    "that they share"
+                    f"hint: {remedy}"
                 )
             try:
                 self.optimizer.load(path)
             except ValueError as error:
-                raise ValueError(f"{_cause_of(error)}\n\n{RESTORE}") from error
-        self.generation = generation
-        self._on_disk = self._begun = frozenset({path.name} | _best_names(best))
-
-    def describe_lost_best(self, best: Mapping[str, Any]) -> str | None:
-        """Return a warning if the file of the best model's rows is missing or damaged."""
-        for name in _best_names(best):
-            try:
-                verify_arrays(self.folder / name)
-            except (OSError, ValueError) as error:
-                return (
-                    f"the embeddings of the best model, of epoch {best['epoch'] + 1}, are lost: "
-                    f"{_cause_of(error)}; no best model can be evaluated until an epoch is better"
-                )
-        return None
-
-
-def best_name(epoch: int) -> str:
-    """Return the name of the file with the rows of the best model, of an epoch counted from 0."""
-    return f"best-{epoch:06}.npz"
-
-
-def _best_names(best: Mapping[str, Any]) -> set[str]:
-    return {best_name(best["epoch"])} if best else set()
-
-
-def _state_name(generation: int) -> str:
-    return f"state-{generation:06}.npz"
+                raise ValueError(f"{_cause_of(error)}\n\nhint: {remedy}") from error
 
 
 def embedded_types(model: nn.Module, data: HeteroDataset) -> list[str]:
@@ -245,15 +157,15 @@ def load_embeddings(
         FileNotFoundError: the file does not exist.
         ValueError: the file is damaged or has other tables, or the graph has other nodes.
     """
-    path = run / FOLDER / best_name(epoch)
+    path, remedy = best_rows(run, epoch), lost_best_remedy(run)
     if names and not path.is_file():
         raise FileNotFoundError(
-            f"{path} is missing, which has the embeddings of the best model\n\n{_restore_best(run)}"
+            f"{path} is missing, which has the embeddings of the best model\n\nhint: {remedy}"
         )
     try:
         tables = {name: EmbeddingTable.load(path, f"{name}/rows") for name in names}
     except ValueError as error:
-        raise ValueError(f"{_cause_of(error)}\n\n{_restore_best(run)}") from error
+        raise ValueError(f"{_cause_of(error)}\n\nhint: {remedy}") from error
     for name, table in tables.items():
         if len(table) != data.graph.num_nodes(name):
             raise ValueError(
@@ -267,13 +179,6 @@ def load_embeddings(
 def _cause_of(error: Exception) -> str:
     """Return an error's message without its hint."""
     return str(error).partition("\n\n")[0]
-
-
-def _restore_best(run: Path) -> str:
-    return (
-        "hint: restore the file from a copy; otherwise start the run again, since "
-        f"`gcnzc train --resume {run} --epochs N` writes another only if a later epoch is better"
-    )
 
 
 def check_optimizer(
