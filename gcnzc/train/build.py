@@ -1,7 +1,7 @@
-"""Build the model and the optimizer of a run from its options."""
+"""Build the samplers and the optimizer of a run from its options."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from gcnzc.compress import compression
 from gcnzc.exchange import Group
 from gcnzc.graph.dataset import Dataset
-from gcnzc.models.hetero import HeteroModel
-from gcnzc.models.stack import Model
+from gcnzc.graph.hetero.graph import HeteroGraph
 from gcnzc.optim import (
     DistributedOptimizer,
     DropCompute,
@@ -21,63 +20,14 @@ from gcnzc.optim import (
     ZeroOneSchedule,
 )
 from gcnzc.optim.defaults import WARMUP_SHARE
+from gcnzc.sampling.hetero import HeteroSampler
 from gcnzc.sampling.neighbor import Sampler, SamplerProtocol
-from gcnzc.train.config import ONE_BIT, LoadingOptions, ModelOptions, TrainConfig, TrainingOptions
+from gcnzc.train.config import ONE_BIT, LoadingOptions, TrainConfig, TrainingOptions
+from gcnzc.train.models import build_gnn
 from gcnzc.train.values import MAX_COUNT
 
 # fewest steps of a warm-up without a warning
 SHORT_WARMUP_STEPS = 10
-
-
-def build_encoder(
-    config: TrainConfig, data: Dataset, num_columns: int, label_columns: int = 0
-) -> Model:
-    """Build the GNN of a run on the CPU.
-
-    Args:
-        config: options of the run.
-        data: the graph, whose features the model reads.
-        num_columns: columns of the outputs.
-        label_columns: columns of labels that follow the features; see `label_inputs`.
-    """
-    assert data.table is not None, "feature_table has checked"
-    in_features = data.table.num_columns + label_columns
-    return build_gnn(config.model, in_features, num_columns, config.layers)
-
-
-def build_gnn(options: ModelOptions, in_features: int, num_columns: int, layers: int) -> Model:
-    """Build the GNN that --model selects, for graphs of one node type."""
-    model: Model = options.model.load()(
-        in_features,
-        options.hidden,
-        num_columns,
-        num_layers=layers,
-        dropout=options.dropout,
-        **options.model.given,
-    )
-    return model
-
-
-def build_hetero_gnn(
-    options: ModelOptions,
-    metadata: Any,
-    in_features: Mapping[str, int],
-    num_columns: int,
-    target: str | Sequence[str],
-    layers: int,
-) -> HeteroModel:
-    """Build the GNN that --model selects, for heterogeneous graphs; see `gcnzc.models.RGCN`."""
-    model: HeteroModel = options.model.load()(
-        metadata,
-        in_features,
-        options.hidden,
-        num_columns,
-        target,
-        num_layers=layers,
-        dropout=options.dropout,
-        **options.model.given,
-    )
-    return model
 
 
 def build_sampler(loading: LoadingOptions, data: Dataset) -> SamplerProtocol:
@@ -87,6 +37,33 @@ def build_sampler(loading: LoadingOptions, data: Dataset) -> SamplerProtocol:
 
         return DglSampler(data.graph, list(loading.fanouts), seed=loading.seed)
     return Sampler(data.graph, list(loading.fanouts), seed=loading.seed)
+
+
+def choose_fanouts(given: Sequence[int] | None, num_layers: int) -> Sequence[int]:
+    """Return the given fanouts, input layer first; all neighbours of each layer if None."""
+    return [-1] * num_layers if given is None else given
+
+
+def build_hetero_sampler(
+    config: TrainConfig, graph: HeteroGraph, fanouts: Sequence[int]
+) -> HeteroSampler:
+    """Build the neighbour sampler of a run.
+
+    Args:
+        config: options of the run.
+        graph: the graph to sample from.
+        fanouts: neighbours per node and edge type, input layer first.
+    """
+    temporal: Any = config.graph.temporal.name if config.graph.is_temporal else None
+    return HeteroSampler(
+        graph,
+        # the sampler's first hop is from the seeds
+        list(reversed(fanouts)),
+        seed=config.loading.seed,
+        temporal=temporal,
+        time=config.graph.time_kind,
+        edge_ids=False,
+    )
 
 
 def build_optimizer(
@@ -267,13 +244,11 @@ def check_options(config: TrainConfig, workers: int) -> None:
     heads = config.model.model.given.get("heads", 4)
     options = config.model.replace(hidden=max(1, heads) if config.model.is_hetero else 1)
     with torch.random.fork_rng([]):
+        inputs: tuple[Any, ...] = (1,)
+        outputs: tuple[Any, ...] = (2,)
         if options.is_hetero:
-            metadata = ["node"], [("node", "to", "node")]
-            model: nn.Module = build_hetero_gnn(
-                options, metadata, {"node": 1}, 2, "node", config.layers
-            )
-        else:
-            model = build_gnn(options, 1, 2, config.layers)
+            inputs, outputs = ((["node"], [("node", "to", "node")]), {"node": 1}), (2, "node")
+        model = build_gnn(options, inputs, outputs, config.layers)
         try:
             build_optimizer(config, model, Group(0, workers), steps=100)
         except re.error as error:

@@ -28,7 +28,7 @@ from gcnzc.models.stack import Model
 from gcnzc.sampling.hetero import build_hetero_blocks
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.system.array_file import write_arrays
-from gcnzc.train.hetero.encoder import build_hetero_sampler
+from gcnzc.train.build import build_hetero_sampler
 from gcnzc.train.hetero.inference import with_embeddings
 from gcnzc.train.prediction import time_after_all
 from gcnzc.train.trained import Trained

@@ -21,8 +21,8 @@ from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.models.hetero import HeteroModel
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
+from gcnzc.train.build import build_hetero_sampler, choose_fanouts
 from gcnzc.train.config import check_fanouts
-from gcnzc.train.hetero.encoder import build_hetero_sampler, choose_fanouts
 from gcnzc.train.hetero.inference import hetero_outputs, with_embeddings
 from gcnzc.train.node_outputs import Evaluated
 from gcnzc.train.progress import NullReporter, Reporter

@@ -47,6 +47,7 @@ from gcnzc.train.listeners import Average, Best, Board, Progress, Record, Signal
 from gcnzc.train.loop import fit
 from gcnzc.train.memory import check_memory, footprint_of
 from gcnzc.train.mixed_seed import mixed_seed
+from gcnzc.train.models import build_model
 from gcnzc.train.node_outputs import Evaluated
 from gcnzc.train.options import rows, unread
 from gcnzc.train.precision import build_precision
@@ -70,7 +71,6 @@ from gcnzc.train.tasks.hetero_link import HeteroLinkTask
 from gcnzc.train.tasks.hetero_node import HeteroNodeTask
 from gcnzc.train.tasks.node import NodeTask
 from gcnzc.train.tracing import Trace, format_trace_warning
-from gcnzc.train.trained import build_model
 from gcnzc.train.weight_average import build_average
 
 # torch's global random generators, which initial weights and dropout use, belong to the process

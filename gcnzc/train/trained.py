@@ -23,22 +23,19 @@ from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.load import load
 from gcnzc.models.hetero import HeteroModel
 from gcnzc.train import checkpoint
-from gcnzc.train.build import build_encoder
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset, load_hetero, load_unlabelled, open_tables
 from gcnzc.train.hetero.edge_split import split_edges_of_run
 from gcnzc.train.hetero.embeddings import embedded_types, load_embeddings
-from gcnzc.train.hetero.encoder import build_hetero_encoder
 from gcnzc.train.hetero.inference import typed_outputs
-from gcnzc.train.hetero.link_model import build_hetero_link_model
 from gcnzc.train.inference import inference
 from gcnzc.train.label_inputs import LabelInputs, append_labels
+from gcnzc.train.models import build_model
 from gcnzc.train.node_outputs import Evaluated
 from gcnzc.train.progress import Reporter
 from gcnzc.train.run_folder import BEST, CONFIG, read_config
 from gcnzc.train.schema import Schema, check_names, read_schema, schema_of
 from gcnzc.train.setup import choose_device, feature_table
-from gcnzc.train.tasks.link import build_link_model
 
 Array: TypeAlias = NDArray[Any]
 
@@ -264,24 +261,6 @@ def open_trained(
     return Trained(
         model, config, schema, data, embeddings, chosen, best["epoch"] + 1, source is None
     )
-
-
-def build_model(config: TrainConfig, data: Any, schema: Schema) -> nn.Module:
-    """Build the model of a run on the CPU, with initial weights from torch's generator.
-
-    Args:
-        config: options of the run.
-        data: a `Dataset` or `HeteroDataset` with the features, which may have no labels.
-        schema: the outputs of the model.
-    """
-    is_link, num_outputs = config.graph.task.name == "link", schema.num_outputs
-    if isinstance(data, HeteroDataset):
-        if is_link:
-            return build_hetero_link_model(config, data)
-        return build_hetero_encoder(config, data, num_outputs, data.target)
-    if is_link:
-        return build_link_model(config, data)
-    return build_encoder(config, data, num_outputs, num_outputs if config.graph.label_inputs else 0)
 
 
 def _graph_of_run(run: Path, config: TrainConfig) -> Path:

@@ -9,11 +9,11 @@ import torch
 from gcnzc import Loader, load, prepare
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
+from gcnzc.train.models import build_model
 from gcnzc.train.prediction import predict
 from gcnzc.train.run import train
 from gcnzc.train.schema import schema_of
 from gcnzc.train.tasks import build_task
-from gcnzc.train.trained import build_model
 
 LABELS = "node:label_inputs=0.5"
 

@@ -18,13 +18,13 @@ from gcnzc.models.metrics import auc
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.inference import inference
+from gcnzc.train.models import build_model
 from gcnzc.train.node_outputs import Evaluated
 from gcnzc.train.run import train
 from gcnzc.train.schema import schema_of
 from gcnzc.train.tasks import build_task
 from gcnzc.train.tasks.link import LinkTask
 from gcnzc.train.tasks.node import NodeTask
-from gcnzc.train.trained import build_model
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from gcnzc.graph.hetero.graph import HeteroGraph
 from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.models.hetero import HeteroModel
 from gcnzc.sampling.hetero import HeteroBatch
+from gcnzc.train.build import build_hetero_sampler, choose_fanouts
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.hetero.encoder import build_hetero_sampler, choose_fanouts
 from gcnzc.train.node_outputs import Evaluated, Spans, minibatch_outputs
 
 # independent of the number of workers, as minibatches determine how outputs are rounded; those with

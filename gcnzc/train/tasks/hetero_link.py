@@ -16,13 +16,13 @@ from gcnzc.models.ranking import HeldOutEdges, score_ranks
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
 from gcnzc.sampling.link import Exclude
+from gcnzc.train.build import build_hetero_sampler, choose_fanouts
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.hetero.edge_split import (
     describe_missing_times,
     split_edges_of_run,
 )
-from gcnzc.train.hetero.encoder import build_hetero_sampler, choose_fanouts
 from gcnzc.train.hetero.inference import hetero_outputs, typed_outputs, with_embeddings
 from gcnzc.train.inference import Progress
 from gcnzc.train.node_outputs import Evaluated, Spans, minibatch_outputs

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.sampling.hetero import HeteroSampler
+from gcnzc.train.build import build_hetero_sampler
 from gcnzc.train.config import Metric, TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
-from gcnzc.train.hetero.encoder import build_hetero_sampler
 from gcnzc.train.hetero.inference import typed_outputs, with_embeddings
 from gcnzc.train.node_outputs import Evaluated
 from gcnzc.train.tasks.base import EVALUATED

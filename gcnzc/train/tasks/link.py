@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gcnzc.graph.dataset import Dataset
-from gcnzc.models.link import Dot, HadamardMLP, LinkModel
+from gcnzc.models.link import LinkModel
 from gcnzc.models.metrics import score_pairs
 from gcnzc.sampling.batch import Batch
 from gcnzc.sampling.link import Exclude, LinkSampler, Negatives
 from gcnzc.sampling.neighbor import SamplerProtocol
-from gcnzc.train.build import build_encoder
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.node_outputs import Evaluated
 from gcnzc.train.tasks.base import EVALUATED, Scores, broadcast_scores, build_evaluator
@@ -144,11 +143,3 @@ class LinkTask:
             for name, value in score_pairs(positives, negatives, self.metric).items():
                 result.setdefault(name, {})[split] = value
         return result
-
-
-def build_link_model(config: TrainConfig, data: Dataset) -> LinkModel:
-    """Build the model of a run on the CPU, for the features of `data`."""
-    encoder = build_encoder(config, data, config.model.hidden)
-    if config.graph.task["decoder"] == "dot":
-        return LinkModel(encoder, Dot())
-    return LinkModel(encoder, HadamardMLP(config.model.hidden, dropout=config.model.dropout))
