@@ -1,12 +1,10 @@
 """Runs with --batch-size all: the whole graph in each step."""
 
-import signal
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from training import Listener, assert_same_weights, planted, saved
+from training import Interrupting, Listener, assert_same_weights, planted, saved
 
 from gcnzc import load
 from gcnzc.models import gnn
@@ -15,7 +13,6 @@ from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.errors import Interrupted
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.memory import footprint_of
-from gcnzc.train.progress import NullReporter
 from gcnzc.train.record import read
 from gcnzc.train.run import train
 
@@ -48,16 +45,6 @@ def test_every_model_learns_in_one_step_per_epoch(model, config, tmp_path):
     assert again["valid_accuracy"] == pytest.approx(line["valid_accuracy"], abs=0.01)
 
 
-class Stopping(NullReporter):
-    """Sends a stop request before the step of an epoch."""
-
-    @contextmanager
-    def task(self, what):
-        if what.startswith("epoch 9/"):
-            signal.raise_signal(signal.SIGINT)
-        yield lambda done, total, figures="": None
-
-
 def test_a_run_resumes_bit_for_bit(config, tmp_path):
     config = config.replace(epochs=12, schedule="cosine", warmup_epochs=3.0)
     config = config.replace(checkpoint_every_s=0, optimizer="adamw", model="sage:norm=batch")
@@ -66,7 +53,7 @@ def test_a_run_resumes_bit_for_bit(config, tmp_path):
     assert_same_weights(tmp_path / "whole", tmp_path / "again")
     # after the step of an epoch, whose batch is then not used again
     with pytest.raises(Interrupted):
-        train(config, tmp_path / "cut", Stopping())
+        train(config, tmp_path / "cut", callbacks=[Interrupting(9)])
     assert saved(tmp_path / "cut")["in_epoch"]
     assert saved(tmp_path / "cut")["loader"]["position"] == 1
     train(config.replace(resume=tmp_path / "cut"), tmp_path / "cut")
