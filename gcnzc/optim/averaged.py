@@ -130,7 +130,7 @@ class Averaged(WrappingOptimizer):
 
     def start(self) -> None:
         """See `DistributedOptimizer`."""
-        self.share_inner_state()
+        self.follow_inner()
         self._lay_out()
         self.connect()
 
@@ -348,8 +348,12 @@ class Averaged(WrappingOptimizer):
         return [*super().declare(), Inner(owner=self), errors]
 
     def state_layout(self) -> list[str]:
-        """See `DistributedOptimizer`: shapes."""
-        return [f"parameter {n} {tuple(p.shape)}" for n, p in enumerate(self.all_parameters())]
+        """See `DistributedOptimizer`: shapes; and frozen parameters, which have no errors."""
+        has_errors = self.compress is not None
+        return [
+            f"parameter {n} {tuple(p.shape)}{', frozen' * (has_errors and not p.requires_grad)}"
+            for n, p in enumerate(self.all_parameters())
+        ]
 
     def describe_worker(self) -> WorkerInfo:
         """See `DistributedOptimizer`; the gradients may be of several dtypes."""
@@ -378,6 +382,8 @@ class Averaged(WrappingOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state; without compression, a state dict of the inner optimizer."""
         if not self.is_shared:
+            # parameters may have been frozen or unfrozen since the last step
+            self._update_layout()
             super().load_state_dict(state_dict)
             return
         check_state_dict(state_dict)

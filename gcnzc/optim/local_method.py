@@ -12,7 +12,7 @@ Notation: W ranks, n elements, m of a fragment, P fragments, H local steps, D th
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from gcnzc.compress import Compression, Dense, Reducer
 from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, Start, Sum, Wait
+from gcnzc.exchange.engine import check_kind
 from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.finite_gradients import delete_nonfinite_state, have_finite_gradients
 from gcnzc.optim.fully_shard import holds_on_all_shards
@@ -383,7 +384,9 @@ class LocalMethod(WrappingOptimizer):
 
     def exchange(self, step: int) -> Algorithm[None]:
         """Start the exchanges that are due after a step, and apply the results that are due."""
-        due = yield from self.find_due(step)
+        search = self.find_due(step)
+        check_kind(search, Generator, f"{self.name}.find_due needs a `yield`; it has returned")
+        due = yield from search
         self.num_exchanges += bool(due)
         for fragment in due:
             yield from self.sync_interval.time_exchange(self._start(fragment, step))

@@ -13,9 +13,10 @@ import inspect
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import partial, wraps
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, overload
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -819,7 +820,9 @@ class DistributedOptimizer(Optimizer):
     def finish_load(self, groups: Sequence[Mapping[str, Any]], shared: Mapping[str, Any]) -> None:
         """Set the options of a loaded state, and request a comparison with the other ranks."""
         for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
+            # a copy: a learning rate may be a tensor, which a scheduler changes
+            options = {name: value for name, value in saved.items() if name != "params"}
+            group.update(deepcopy(options))
         # no broadcast after this: buffers differ between ranks in the middle of a run
         self.is_broadcast = True
         self.on_load()
@@ -856,19 +859,33 @@ class WrappingOptimizer(DistributedOptimizer):
 
     def start(self) -> None:
         """See `DistributedOptimizer`."""
-        self.share_inner_state()
+        self.follow_inner()
         super().start()
 
-    def share_inner_state(self) -> None:
-        """Let both optimizers have the same parameter groups and state.
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See `DistributedOptimizer`; a copy of the inner optimizer has no hooks."""
+        super().__setstate__(state)
+        self.follow_inner()
 
-        The inner optimizer replaces its own when it loads a state.
-        """
-        self.inner.param_groups, self.state = self.param_groups, self.inner.state
+    def follow_inner(self) -> None:
+        """Share the inner optimizer's parameter groups and state, also after it loads a state."""
+        own = ref(self)
+
+        def share(inner: Optimizer) -> None:
+            if (wrapper := own()) is not None:
+                wrapper.share_inner_state()
+
+        # a load replaces them, and the caller may load a state into the inner optimizer at any time
+        self.inner.register_load_state_dict_post_hook(share)
+        self.share_inner_state()
+
+    def share_inner_state(self) -> None:
+        """Share the current parameter groups and state of the inner optimizer."""
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self.fill_state()
 
     def on_load(self) -> None:
-        """See `DistributedOptimizer`."""
+        """See `DistributedOptimizer`; optimizers of other libraries may not call hooks."""
         self.share_inner_state()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

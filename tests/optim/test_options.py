@@ -277,6 +277,16 @@ def test_the_error_of_an_unknown_option_names_all(kind, options):
         build(kind, Group(0, 2), **options)
 
 
+def test_a_find_due_that_is_no_generator_is_named():
+    class Always(LocalSGD):
+        def find_due(self, step):
+            return self.fragments
+
+    optimizer = build(Always, alone=True)
+    with pytest.raises(TypeError, match=r"Always\.find_due needs a `yield`; it has returned"):
+        optimizer.step()
+
+
 def test_a_missing_option_is_named_and_signatures_have_all_options():
     with pytest.raises(TypeError, match=r"^DecoupledDiLoCo needs the option quorum"):
         build(DecoupledDiLoCo, Group(0, 2))
