@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial, wraps
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, overload
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -34,6 +34,7 @@ from gcnzc.exchange.sync import (
     synchronize_buffers,
 )
 from gcnzc.optim.checksums import Checksums
+from gcnzc.optim.communicating import CommunicatingOptimizer
 from gcnzc.optim.ddp import check_no_average, find_ddp
 from gcnzc.optim.defaults import LATE_SHARE, LATE_STEPS
 from gcnzc.optim.flat import FlatParameters
@@ -42,7 +43,6 @@ from gcnzc.optim.group_options import (
     CALL,
     Comparison,
     find_difference_by_store,
-    option_key,
     option_lines,
 )
 from gcnzc.optim.options import declared_options, option, set_options, signature_of
@@ -61,7 +61,6 @@ from gcnzc.optim.state import (
     scalar,
 )
 from gcnzc.optim.validation import (
-    check_at_least_zero,
     check_count,
     check_group,
     check_inner,
@@ -107,12 +106,8 @@ def identify_caller(method: Algorithms[P, T]) -> Algorithms[P, T]:
     return algorithm
 
 
-class DistributedOptimizer(Optimizer):
-    """The base class of optimizers whose `step` communicates with the other ranks.
-
-    The communication is an `Algorithm`, a generator of requests, such as collectives. `step` runs
-    it with torch.distributed; `gcnzc.exchange.lockstep` runs the algorithms of all ranks in one
-    process, as a simulation.
+class DistributedOptimizer(CommunicatingOptimizer):
+    """The base class of optimizers that average the gradients or parameters of a model.
 
     A subclass declares its options (`gcnzc.optim.options`) and its state (`gcnzc.optim.state`), and
     implements `take_step`.
@@ -194,7 +189,7 @@ class DistributedOptimizer(Optimizer):
         if self.module is not None:
             check_module(self.module, self.param_groups)
         self.group = find_peers(current_group(), self.all_parameters()) if group is None else group
-        self._weight, self._signals = 1.0, [False] * signals
+        self._signals = [False] * signals
         self.received_signals = [False] * signals
         """for each signal, whether any rank sent it in the exchanges that finished in the last
         `step`; all False if none of them had signals. An overlapped exchange finishes in a later
@@ -203,10 +198,7 @@ class DistributedOptimizer(Optimizer):
         self.num_common_extras = 1 + signals
         """the length of `common_extras`"""
         self.identity = self.name
-        """`name`, and the number of this optimizer among those of `group`; copies have the same"""
         self.comparison, self.checksums = Comparison(), Checksums()
-        self.checked_options = ""
-        """the `option_key` of options that were checked; empty to check them in each step"""
         self.reducers: dict[str, Reducer] = {}
         """compute compressed means; created by the fields `Errors` of `declare`"""
         self.is_broadcast = False
@@ -228,11 +220,6 @@ class DistributedOptimizer(Optimizer):
         self.record_parameters()
         self.declared = self._declare_state()
         self.connect()
-
-    @property
-    def name(self) -> str:
-        """The name of the type of optimizer, in messages, states and headers of requests."""
-        return type(self).__name__
 
     def __repr__(self) -> str:
         return f"{self.describe_options()}, workers={self.group.world_size}"
@@ -290,25 +277,6 @@ class DistributedOptimizer(Optimizer):
     # --- what this rank adds to exchanges besides gradients or parameters
 
     @property
-    def weight(self) -> float:
-        """The factor of this rank's gradients in means and in local steps.
-
-        `step` does not reset it. If batch sizes differ between ranks, set it before each `step` to
-        this rank's number of samples divided by the mean number over the ranks. The mean of the
-        weights should be 1, because means divide by the number of ranks. Means of parameters are
-        not weighted.
-
-        Raises:
-            ValueError: it is set to anything but a finite number of at least 0.
-        """
-        return self._weight
-
-    @weight.setter
-    def weight(self, value: float) -> None:
-        check_at_least_zero("weight", value)
-        self._weight = float(value)
-
-    @property
     def signals(self) -> list[bool]:
         """This rank's flags for the next exchange, such as a request to stop.
 
@@ -358,55 +326,14 @@ class DistributedOptimizer(Optimizer):
 
     # --- steps
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take an optimizer step, and communicate with the other ranks if an exchange is due.
-
-        Args:
-            closure: evaluates the model again and returns the loss; called once if given.
-
-        Returns:
-            The closure's loss; None without a closure.
-
-        Raises:
-            WorkerLost: another rank did not respond in time, or its process has ended.
-            ValueError: one of
-
-                - Options, numbers of steps, loaded states or parameters differ between ranks;
-                  raised on all ranks. Each exchange detects a difference with a probability of
-                  1/2. The next exchange always detects different `requires_grad`, and states of
-                  different steps, or loaded on some ranks only; states of the same step are not
-                  compared. Options in GPU tensors are compared in every 100th exchange only.
-                  Checksums of the parameters that must be equal are computed about every 100
-                  exchanges.
-                - An option of a parameter group is out of its range; raised by this rank before it
-                  communicates.
-                - The step failed, and the shape, dtype or device of a parameter has changed; raised
-                  by this rank only.
-                - DistributedDataParallel has averaged the gradients; see `keep_gradients_local`.
-            RequestMismatch: the ranks' collectives or messages differ; raised on all ranks.
-        """
+    def communicate(self) -> None:
+        """See `CommunicatingOptimizer`."""
         self.group.count_step(self.steps)
-        key = option_key(self.param_groups)
-        if not key or key != self.checked_options:
-            # a scheduler, or the caller, has changed them
-            for number, group in enumerate(self.param_groups):
-                where = f" of parameter group {number}"
-                check_options(group, self.defaults, where, with_gpu=False)
-            self.checked_options = key
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         self.check_ddp()
         ignored = self.num_ignored_gradients
         self._run(self.algorithm(), "step()")
         if self.num_ignored_gradients > ignored and hasattr(self, "found_inf"):
             report_overflow(self)
-        return loss
 
     @property
     def num_ignored_gradients(self) -> int:
@@ -426,7 +353,7 @@ class DistributedOptimizer(Optimizer):
             raise RequestMismatch(difference) from error
 
     def algorithm(self) -> Algorithm[None]:
-        """Return the communication and computation of `step`, which `step` and `lockstep` run."""
+        """See `CommunicatingOptimizer`."""
         # as `identify_caller` does, but without a generator between this one and its driver
         caller_before = yield Caller(self.identity)
         if [each.dtype for each in self.all_parameters()] != self.initial_dtypes:
@@ -741,22 +668,12 @@ class DistributedOptimizer(Optimizer):
             self.state.setdefault(parameter, {})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that are copied and pickled.
-
-        These are all except hooks, and the wrapper that a scheduler puts around `step`. A copy
-        communicates through the same group. Before unpickling an optimizer of several ranks,
-        initialize torch.distributed with the same ranks; otherwise the first `step` that exchanges
-        raises a RuntimeError.
-        """
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("step", "_ddps", "declared")
-            and not name.startswith(("_optimizer_", "_zero_grad"))
-        }
+        """See `CommunicatingOptimizer`; a copy declares its state again."""
+        copied = super().__getstate__().items()
+        return {name: value for name, value in copied if name not in ("_ddps", "declared")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the attributes of a copy, which declares its state again."""
+        """Set the attributes of a copy."""
         super().__setstate__(state)
         self.declared = self._declare_state()
 
