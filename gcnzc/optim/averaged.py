@@ -124,10 +124,6 @@ class Averaged(WrappingOptimizer):
         self.broadcast_names: set[str] = set()
         """names of the tensors that were broadcast; tensors of a copy have other ids"""
 
-    def compared_options(self) -> dict[str, Any]:
-        """See `DistributedOptimizer`; includes the class of the inner optimizer."""
-        return super().compared_options() | {"inner": type(self.inner).__name__}
-
     def start(self) -> None:
         """See `DistributedOptimizer`."""
         self.follow_inner()
@@ -172,7 +168,7 @@ class Averaged(WrappingOptimizer):
 
     def layout_lines(self) -> list[str]:
         """See `DistributedOptimizer`; the first step compares options of parameter groups."""
-        return [self.describe_options()]
+        return self.setting_lines()
 
     def tensors_to_broadcast(self) -> list[tuple[str, Tensor]]:
         """See `DistributedOptimizer`: those that were not broadcast before."""
@@ -317,10 +313,10 @@ class Averaged(WrappingOptimizer):
             ValueError: parameters or options differ between ranks; raised on all ranks.
         """
         named = [pair for pair in self.named_parameters() if pair[1].requires_grad]
-        lines = [f"{name} {tuple(each.shape)} {each.dtype}" for name, each in named]
+        lines = [f"{name}\t{tuple(each.shape)} {each.dtype}" for name, each in named]
         # bits of different options may be equal, so the first step compares the options
         lines += option_lines(self.param_groups, with_gpu=True)
-        yield from check_same([*lines, *trained_lines(self.param_groups)], "parameters")
+        yield from check_same([*lines, *trained_lines(self.param_groups)])
         kinds = torch.tensor([gradient_layout(each) for _, each in named], dtype=torch.uint8)
         known = (yield AllGather(kinds)).amax(dim=0).tolist()
         dense = [pair for pair, kind in zip(named, known, strict=True) if kind != SPARSE]

@@ -682,11 +682,6 @@ class LocalMethod(WrappingOptimizer):
         """See `DistributedOptimizer`; "auto", not the current number of local steps."""
         return super().compared_options() | {"local_steps": self.sync_interval.requested}
 
-    def layout_lines(self) -> list[str]:
-        """See `DistributedOptimizer`; includes the class of the inner optimizer."""
-        first, *others = super().layout_lines()
-        return [f"{first} around {type(self.inner).__name__}", *others]
-
     def late_phase(self) -> str:
         """See `DistributedOptimizer`."""
         return "exchange" if self.steps < self.local_steps else ""

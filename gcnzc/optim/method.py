@@ -41,6 +41,7 @@ from gcnzc.optim.flat import FlatParameters
 from gcnzc.optim.fully_shard import find_peers, local, shard_name
 from gcnzc.optim.group_options import (
     CALL,
+    OPTIMIZER,
     Comparison,
     find_difference_by_store,
     option_lines,
@@ -251,10 +252,16 @@ class DistributedOptimizer(CommunicatingOptimizer):
 
     def describe_options(self) -> str:
         """Return the `compared_options` as text."""
-        options = sorted(self.compared_options().items())
-        # functions are equal on all ranks if their names are
-        pairs = (f"{name}={getattr(each, '__qualname__', each)}" for name, each in options)
+        pairs = (f"{name}={text}" for name, text in self.option_texts().items())
         return f"{self.name}({', '.join(pairs)})"
+
+    def option_texts(self) -> dict[str, str]:
+        """Return the `compared_options` as texts of one line each, sorted by their names."""
+        # functions are equal on all ranks if their names are
+        return {
+            name: " ".join(str(getattr(value, "__qualname__", value)).split())
+            for name, value in sorted(self.compared_options().items())
+        }
 
     def on_broadcast(self) -> None:
         """Initialize the state that depends on the parameters, which are equal on all ranks now."""
@@ -573,15 +580,27 @@ class DistributedOptimizer(CommunicatingOptimizer):
         if self.group.world_size > 1:
             tensors = self.tensors_to_broadcast()
             lines = [*self.layout_lines(), *describe_layout(tensors)]
-            yield from check_same(lines, "optimizers")
+            yield from check_same(lines)
             yield from broadcast([(name, local(tensor)) for name, tensor in tensors])
         self.is_broadcast = True
         self.on_broadcast()
 
     def layout_lines(self) -> list[str]:
         """Return lines for options and layouts, which `broadcast_model` compares between ranks."""
-        own = f"{self.describe_options()}, {len(self.signals)} signals"
-        return [own, *self.declared.layout, *option_lines(self.param_groups, with_gpu=True)]
+        return [
+            *self.setting_lines(),
+            f"number of signals\t{len(self.signals)}",
+            *(
+                f"line {number} of the state\t{each}"
+                for number, each in enumerate(self.declared.layout)
+            ),
+            *option_lines(self.param_groups, with_gpu=True),
+        ]
+
+    def setting_lines(self) -> list[str]:
+        """Return lines for the optimizer and the `compared_options`."""
+        options = (f"{name} of {self.name}\t{text}" for name, text in self.option_texts().items())
+        return [f"{OPTIMIZER}\t{self.name}", *options]
 
     def tensors_to_broadcast(self) -> list[tuple[str, Tensor]]:
         """The names and tensors to broadcast: all parameters, and the module's dense buffers."""
@@ -804,6 +823,10 @@ class WrappingOptimizer(DistributedOptimizer):
     def on_load(self) -> None:
         """See `DistributedOptimizer`; optimizers of other libraries may not call hooks."""
         self.share_inner_state()
+
+    def compared_options(self) -> dict[str, Any]:
+        """See `DistributedOptimizer`; includes the class of the inner optimizer."""
+        return super().compared_options() | {"inner": type(self.inner).__name__}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters."""

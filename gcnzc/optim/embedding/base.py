@@ -19,7 +19,7 @@ from gcnzc.exchange.engine import hash_lines
 from gcnzc.exchange.sync import check_same
 from gcnzc.optim.communicating import CommunicatingOptimizer
 from gcnzc.optim.embedding.row_exchange import RowGradients, exchange_counts, mean_of_rows
-from gcnzc.optim.group_options import option_lines
+from gcnzc.optim.group_options import OPTIMIZER, STEPS, option_lines
 from gcnzc.optim.validation import check_group, check_options
 from gcnzc.system.arguments import THREADS_LIMIT, check_integer, describe
 from gcnzc.system.array_file import read_arrays, read_meta, write_arrays
@@ -157,7 +157,7 @@ class RowOptimizer(CommunicatingOptimizer):
         caller_before = yield Caller(self.identity)
         world_size = self.group.world_size
         if world_size > 1 and not self._is_compared:
-            yield from check_same(self._lines(), "embedding tables")
+            yield from check_same(self._lines())
             self._is_compared = True
         gradients = [self._take(name, table) for name, table in self.tables.items()]
         options_hash = hash_lines(
@@ -166,7 +166,7 @@ class RowOptimizer(CommunicatingOptimizer):
         counts = yield from exchange_counts(gradients, options_hash, world_size)
         hashes, bad, *num_rows = counts.T.tolist()
         if len(set(hashes)) > 1:
-            yield from check_same(self._lines(), "embedding tables")
+            yield from check_same(self._lines())
         self.skip_reason = describe_non_finite(bad) if any(bad) else ""
         if self.skip_reason:
             self.skipped += 1
@@ -195,8 +195,8 @@ class RowOptimizer(CommunicatingOptimizer):
     def _lines(self) -> list[str]:
         """Return the lines that must be the same on all ranks."""
         lines = [
-            self.identity,
-            f"step {self.steps}",
+            f"{OPTIMIZER}\t{self.identity}",
+            f"{STEPS}\t{self.steps}",
             *option_lines(self.param_groups, with_gpu=True),
         ]
         for name, table in self.tables.items():
@@ -204,7 +204,7 @@ class RowOptimizer(CommunicatingOptimizer):
             sampled = rows[:: max(1, len(rows) // SAMPLED_ROWS)]
             digest = zlib.crc32(sampled.contiguous().numpy().data)
             lines.append(
-                f"{_describe(name)} {tuple(rows.shape)} {rows.dtype}, step "
+                f"{_describe(name)}\t{tuple(rows.shape)} {rows.dtype}, step "
                 f"{self.state[rows]['step']}, CRC-32 of some rows {digest:08x}"
             )
         return lines
