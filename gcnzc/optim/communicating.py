@@ -100,7 +100,7 @@ class CommunicatingOptimizer(Optimizer):
         return loss
 
     def communicate(self) -> None:
-        """Run `algorithm`, in `step`."""
+        """Run `algorithm`; `step` calls it."""
         run(self.algorithm(), self.group)
 
     @abstractmethod

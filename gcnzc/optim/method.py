@@ -334,7 +334,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
     # --- steps
 
     def communicate(self) -> None:
-        """See `CommunicatingOptimizer`."""
+        """Run `algorithm` after the checks of a step; `step` calls it."""
         self.group.count_step(self.steps)
         self.check_ddp()
         ignored = self.num_ignored_gradients
@@ -360,7 +360,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
             raise RequestMismatch(difference) from error
 
     def algorithm(self) -> Algorithm[None]:
-        """See `CommunicatingOptimizer`."""
+        """Return the communication and computation of `step`, which `step` and `lockstep` run."""
         # as `identify_caller` does, but without a generator between this one and its driver
         caller_before = yield Caller(self.identity)
         if [each.dtype for each in self.all_parameters()] != self.initial_dtypes:

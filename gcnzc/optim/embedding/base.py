@@ -153,7 +153,7 @@ class RowOptimizer(CommunicatingOptimizer):
             table.clear_gradients()
 
     def algorithm(self) -> Algorithm[None]:
-        """See `CommunicatingOptimizer`: update the rows that have gradients on any rank."""
+        """Return the communication and computation of `step`, which `step` and `lockstep` run."""
         caller_before = yield Caller(self.identity)
         world_size = self.group.world_size
         if world_size > 1 and not self._is_compared:
