@@ -499,7 +499,9 @@ def test_class_and_command_line_have_the_same_defaults(method, steps):
     # only a share of the run depends on its length
     options = {"total_steps": steps, "weight_decay": 0.0} if method in COMPRESSED else {}
     of_class = with_defaults(method, parameters, group, **options)
-    assert of_class.describe_options() == of_command_line.describe_options()
+    # the inner optimizer is the caller's
+    first, second = ({**each.option_texts(), "inner": ""} for each in (of_class, of_command_line))
+    assert first == second
 
 
 @pytest.mark.parametrize("method", BY_NAME)
