@@ -14,7 +14,7 @@ from gcnzc.datasets.rows import Array, Progress, no_progress
 # recognized column names for edge endpoints
 END_NAMES = (("source", "target"), ("src", "dst"), ("from", "to"), ("u", "v"))
 # texts that mean a missing value in a column of numbers
-MISSING = ("", "nan", "NaN", "NAN", "NA", "N/A", "null", "None")
+MISSING = ("", "nan", "NaN", "NAN", "-nan", "-NaN", "NA", "N/A", "null", "None")
 
 Texts: TypeAlias = tuple[Array, Array]
 """A column of n texts: (n,) codes, and the different texts, where "" stands for an empty cell"""

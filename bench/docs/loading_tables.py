@@ -220,18 +220,6 @@ def memory(x: Row) -> Cells:
     }
 
 
-@Table("shared_memory", "layout workers", "bench.data.shared_memory", sort=by_key)
-def shared_memory(x: Row) -> Cells:
-    """Memory of all workers of a machine."""
-    return {
-        "folder": x.layout,
-        "workers": x.workers,
-        "features": f"{x.feature_bytes / 1e6:,.0f} MB",
-        "memory for the data, all workers": f"{x.loaded_bytes / 1e6:,.0f} MB",
-        "with evaluation": f"{x.evaluated_bytes / 1e6:,.0f} MB",
-    }
-
-
 @Table("embeddings", "rule library", "bench.loading.embeddings", rows=EMBEDDINGS)
 def embeddings(x: Row) -> Cells:
     """Memory of each optimizer of embeddings."""

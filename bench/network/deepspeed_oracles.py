@@ -34,8 +34,8 @@ from gcnzc.compress import Compression, Reducer, WorkerInfo
 from gcnzc.compress.reducer import count_not_finite, describe_non_finite
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Group
 from gcnzc.optim import OneBitAdam, OneBitLamb, Replicated
+from gcnzc.optim.communicating import SkipStep
 from gcnzc.optim.state import Errors, Field, vector
-from gcnzc.optim.steps import SkipStep
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,15 @@ Two processes train a small model over gloo. A profiler of Python's function cal
 that the last step enters in the main thread: a compressed step of 1-bit Adam, and a step of DiLoCo
 that synchronizes. `num_lines` are those of whole files, `num_code_lines` those without blank lines,
 comments and docstrings. `classes_above` are base classes of the method that are gcnzc's.
+
+The method `TrainConfig` stands for a run of `gcnzc.train.train` on a generated graph: the files are
+those with functions that receive its options as a whole, and the packages are theirs.
 """
 
 import ast
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,7 +27,10 @@ from bench.harness import record
 from bench.network import tasks
 from bench.network.tasks import Line
 from gcnzc import optim
+from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group
+from gcnzc.train import train
+from gcnzc.train.config import TrainConfig
 
 MODULE = "bench.network.reading"
 WORKERS, STEPS = 2, 12
@@ -39,6 +46,14 @@ def main() -> None:
     own = [{"method": name} for name in METHODS]
     for line in tasks.run_here(WORKERS, tasks.command(MODULE, own)):
         record("reading", {"method": line.pop("method")}, **line)
+    with tempfile.TemporaryDirectory() as folder:
+        graph, run = Path(folder, "graph"), Path(folder, "run")
+        make(graph, "planted", Shape(1000, 5000, 16, 4))
+        config = TrainConfig(data=graph, epochs=2)
+        paths = files_entered_by(lambda: train(config, run), TrainConfig)
+    line = describe(paths, TrainConfig)
+    packages = len({name.split("/")[0] for name in line["names"]})
+    record("reading", {"method": "TrainConfig"}, **line, packages=packages)
 
 
 def read_step(group: Group, task: Line) -> Iterator[Line]:
@@ -50,12 +65,20 @@ def read_step(group: Group, task: Line) -> Iterator[Line]:
         compute_gradients(model)
         optimizer.step()
     compute_gradients(model)
+    yield task | describe(files_entered_by(optimizer.step), type(optimizer))
+
+
+def describe(paths: Sequence[Path], kind: type) -> Line:
+    """Return the sizes and names of those files that are gcnzc's, and the classes above a class."""
     package = Path(gcnzc.__file__).parent
-    paths = [path for path in files_entered_by(optimizer.step) if path.is_relative_to(package)]
-    texts = {path.relative_to(package).as_posix(): path.read_text() for path in paths}
-    classes = [f"{each.__module__}.{each.__name__}" for each in type(optimizer).__mro__[1:]]
+    texts = {
+        path.relative_to(package).as_posix(): path.read_text()
+        for path in paths
+        if path.is_relative_to(package)
+    }
+    classes = [f"{each.__module__}.{each.__name__}" for each in kind.__mro__[1:]]
     classes = [name for name in classes if name.startswith("gcnzc.")]
-    yield task | {
+    return {
         "files": len(texts),
         "num_lines": sum(len(text.splitlines()) for text in texts.values()),
         "num_code_lines": sum(map(count_code, texts.values())),
@@ -71,13 +94,20 @@ def compute_gradients(model: nn.Module) -> None:
     model(torch.randn(8, 20)).square().mean().backward()
 
 
-def files_entered_by(function: Callable[[], object]) -> list[Path]:
-    """Return the files of the Python functions that a call enters in this thread."""
+def files_entered_by(function: Callable[[], object], kind: type = object) -> list[Path]:
+    """Return the files of the functions with an argument of a class that a call enters.
+
+    Only Python functions in this thread count; by default those without arguments do as well.
+    """
     entered = set()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call":
-            entered.add(Path(frame.f_code.co_filename))
+        code = frame.f_code
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if event == "call" and (
+            kind is object or any(isinstance(frame.f_locals.get(each), kind) for each in names)
+        ):
+            entered.add(Path(code.co_filename))
 
     sys.setprofile(note)
     try:

@@ -1,10 +1,13 @@
 """Started requests over processes: their handles, and the threads that execute them."""
 
+import atexit
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -85,6 +88,7 @@ class ChannelThread:
         self.received: Pending | None = None  # that the thread waits for
         self.streams: CudaStreams | None = None
         self.stream: Any = None
+        _THREADS.add(self)
 
     @property
     def is_busy(self) -> bool:
@@ -185,8 +189,11 @@ class ChannelThread:
     def close(self) -> None:
         """Stop the thread."""
         self.threads.shutdown(wait=False, cancel_futures=True)
+        self.end_receives()
+
+    def end_receives(self) -> None:
+        """End receives; otherwise the thread may wait forever, and the process for the thread."""
         if self.is_busy and self.pending_receives():
-            # otherwise the thread would wait forever, and the process for the thread
             self.abort()
 
 
@@ -194,3 +201,18 @@ def _run_after(ready: Any, work: Callable[[], Any]) -> Any:
     if ready is not None:
         ready.synchronize()
     return work()
+
+
+_THREADS: "WeakSet[ChannelThread]" = WeakSet()
+"""the threads of this process"""
+# a forked process does not have them
+os.register_at_fork(after_in_child=_THREADS.clear)
+
+
+def _end_all_receives() -> None:
+    for thread in list(_THREADS):
+        thread.end_receives()
+
+
+# before the interpreter waits for the threads of executors, unlike functions of `atexit`
+getattr(threading, "_register_atexit", atexit.register)(_end_all_receives)

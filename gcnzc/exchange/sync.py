@@ -3,8 +3,7 @@
 These are algorithms for `run` and `lockstep`, independent of graphs.
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +13,8 @@ from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Broa
 from gcnzc.exchange.engine import hash_lines
 
 T = TypeVar("T", bound=Tensor)
+
+_HINT = "all ranks must run the same program with the same options"
 
 
 def group_by_dtype(named: Iterable[tuple[str, T]]) -> list[list[tuple[str, T]]]:
@@ -31,7 +32,7 @@ def group_by_dtype(named: Iterable[tuple[str, T]]) -> list[list[tuple[str, T]]]:
 def describe_layout(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Describe tensors by what must be the same on all ranks; return a line for each tensor."""
     return [
-        f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.device.type}"
+        f"{name}\t{tuple(tensor.shape)} {tensor.dtype} {tensor.device.type}"
         f"{'' if tensor.requires_grad else ' without gradient'}"
         for name, tensor in named
     ]
@@ -48,44 +49,43 @@ def broadcast(tensors: Sequence[tuple[str, Tensor]]) -> Algorithm[None]:
         yield from _broadcast([tensor for _, tensor in same_dtype])
 
 
-def check_same(lines: Sequence[str], what: str) -> Algorithm[None]:
+def check_same(lines: Sequence[str]) -> Algorithm[None]:
     """Check that `lines` are equal on all ranks; if they are, each rank sends only a hash (8 B).
 
     Args:
-        lines: this rank's lines; a tab separates the name of an option from its value.
-        what: the name of what the lines describe, for the error message.
+        lines: this rank's lines; see `find_difference`.
 
     Raises:
         ValueError: they differ; raised on all ranks. The message has the first line that differs.
     """
     hashes = yield AllGatherScalar(hash_lines(lines))
-    if len(set(hashes)) == 1:
-        return
-    texts = yield from all_gather_text("\n".join(lines))
-    first, *others = (text.splitlines() for text in texts)
-    hint = "\n\nhint: all ranks must run the same program with the same options"
-    for rank, other in enumerate(others, 1):
-        pairs = enumerate(zip_longest(first, other))
-        difference = next((each for each in pairs if each[1][0] != each[1][1]), None)
-        if difference is None:
-            continue
-        index, (own, line) = difference
-        name, is_option, value = (own or "").partition("\t")
-        other_name, _, other_value = (line or "").partition("\t")
-        if is_option and name == other_name:
-            raise ValueError(
-                f"{name} differs between ranks: {value} on rank 0, {other_value} on rank {rank}"
-                f"{hint}"
-            )
-        raise ValueError(
-            f"the {what} of ranks 0 and {rank} differ: at line {index}, rank 0 has {_quote(own)} "
-            f"and rank {rank} has {_quote(line)}{hint}"
-        )
+    if len(set(hashes)) > 1:
+        texts = yield from all_gather_text("\n".join(lines))
+        difference = find_difference(dict(enumerate(texts)), {"": _HINT})
+        raise ValueError(difference or f"ranks have another order of parameters\n\nhint: {_HINT}")
 
 
-def _quote(line: str | None) -> str:
-    """Quote a line, with ": " in place of the tab of an option; "no line" for None."""
-    return "no line" if line is None else repr(line.replace("\t", ": "))
+def find_difference(texts: Mapping[int, str], hints: Mapping[str, str]) -> str:
+    """Return an error message for the first line that differs between ranks; empty if none does.
+
+    Args:
+        texts: for each rank, its lines, joined by newlines. A line is a name, a tab and a value.
+        hints: by the begin of a name, the hint for lines with such a name; the first one is used.
+    """
+    parsed = {
+        rank: dict(line.split("\t") for line in text.splitlines()) for rank, text in texts.items()
+    }
+    first, *others = sorted(parsed)
+    for rank in others:
+        for name in {**parsed[first], **parsed[rank]}:
+            one, two = (parsed[each].get(name, "not set") for each in (first, rank))
+            if one != two:
+                hint = next(hint for start, hint in hints.items() if name.startswith(start))
+                return (
+                    f"{name} differs between ranks: {one} on rank {first}, {two} on rank {rank}"
+                    f"\n\nhint: {hint}"
+                )
+    return ""
 
 
 def all_gather_text(text: str) -> Algorithm[list[str]]:

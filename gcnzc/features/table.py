@@ -163,7 +163,10 @@ class FeatureTable:
                 "hint: FeatureTable.quantized(rows) makes codes and their scales"
             )
         if scales.device.type != "meta" and not are_finite(scales.cpu().view(1, -1)):
-            raise ValueError(f"scales is {describe(scales)} with values that are NaN or infinite")
+            raise ValueError(
+                f"scales is {describe(scales)} with values that are NaN or infinite\n\n"
+                "hint: `gcnzc info FOLDER --verify` reports what is damaged in a prepared folder"
+            )
 
     @property
     def is_sparse(self) -> bool:

@@ -233,7 +233,7 @@ class Graph:
         It is used if there is no `edge_index`. See `from_edges` for the options.
 
         Raises:
-            ValueError: `data` has neither, or is heterogeneous.
+            ValueError: `data` has neither, or is heterogeneous, or its `adj_t` is not square.
         """
         if isinstance(getattr(data, "edge_types", None), list):
             raise ValueError(
@@ -249,6 +249,12 @@ class Graph:
         adjacency = getattr(data, "adj_t", None)
         if adjacency is None:
             raise ValueError(f"data is {describe(data)}, which has no edge_index and no adj_t")
+        num_targets, num_sources = adjacency.size(0), adjacency.size(1)
+        if num_targets != num_sources:
+            raise ValueError(
+                f"data.adj_t has {num_targets} targets and {num_sources} sources\n\nhint: "
+                "gcnzc.Graph is homogeneous, so both are the number of nodes"
+            )
         if isinstance(adjacency, Tensor):
             indptr, indices = adjacency.crow_indices(), adjacency.col_indices()
         else:

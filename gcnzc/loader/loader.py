@@ -92,7 +92,8 @@ class Loader(MinibatchLoader[Batch]):
         seed: random seed of the shuffling and, unless `sampler` is given, of the sampling; a 64-bit
             integer.
         rank, world_size: this process's rank and the number of ranks, among which the seeds are
-            divided; see `Shares`.
+            divided; see `Shares`. They are not read from torchrun or torch.distributed: by default
+            every process gets all seeds, as with the loaders of PyG and DGL.
         threads: number of threads that prepare batches. Default: one per core, at most four; ranks
             on one machine share its cores. Always 1 if the sampler is not `thread_safe`.
         ahead: number of batches that are prefetched: ready or in preparation. Default: one more

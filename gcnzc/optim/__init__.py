@@ -4,6 +4,7 @@ from gcnzc.optim.a2cid2 import A2CiD2
 from gcnzc.optim.averaged import Averaged
 from gcnzc.optim.backup_workers import BackupWorkers
 from gcnzc.optim.co2 import CO2
+from gcnzc.optim.communicating import LatePhaseWarning
 from gcnzc.optim.ddp import keep_gradients_local
 from gcnzc.optim.decoupled_diloco import DecoupledDiLoCo
 from gcnzc.optim.diloco import DiLoCo
@@ -25,7 +26,6 @@ from gcnzc.optim.saps import SAPS
 from gcnzc.optim.selsync import SelSync
 from gcnzc.optim.sparse_loco import SparseLoCo
 from gcnzc.optim.state import scalar, vector
-from gcnzc.optim.steps import LatePhaseWarning
 from gcnzc.optim.streaming_diloco import StreamingDiLoCo
 from gcnzc.optim.zero_one_adam import ZeroOneAdam, ZeroOneSchedule
 

@@ -36,6 +36,7 @@ from gcnzc.exchange.topology import (
     laplacian,
     maximal_resistance,
 )
+from gcnzc.optim.communicating import identify_caller
 from gcnzc.optim.defaults import MAX_GOSSIP_RATE
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.gossip import GossipGraph
@@ -43,7 +44,6 @@ from gcnzc.optim.local_method import Fragment, has_exchanges
 from gcnzc.optim.offers import OverlappedGossip
 from gcnzc.optim.options import option
 from gcnzc.optim.state import OWN, scalar, vector
-from gcnzc.optim.steps import identify_caller
 from gcnzc.optim.validation import check_above_zero, check_at_least_zero, check_count
 from gcnzc.system.arguments import check_flag
 

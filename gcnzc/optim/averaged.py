@@ -27,6 +27,7 @@ from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Mean
 from gcnzc.exchange.sync import check_same, group_by_dtype
 from gcnzc.kernels.finite import can_be_squared, mark_large
+from gcnzc.optim.communicating import SkipStep
 from gcnzc.optim.finite_gradients import count_bad_elements, have_finite_gradients
 from gcnzc.optim.flat import FlatParameters, to_device
 from gcnzc.optim.group_options import option_lines, trained_lines
@@ -34,7 +35,6 @@ from gcnzc.optim.method import WrappingOptimizer
 from gcnzc.optim.options import option
 from gcnzc.optim.resize import GROUPS, check_state_dict, find_holder
 from gcnzc.optim.state import Errors, Field, Inner, View, check_inner_state
-from gcnzc.optim.steps import SkipStep
 from gcnzc.optim.validation import check_above_zero
 from gcnzc.system.arguments import check_choice
 from gcnzc.system.scalars import read_scalars, scalars_like
@@ -125,13 +125,9 @@ class Averaged(WrappingOptimizer):
         self.broadcast_names: set[str] = set()
         """names of the tensors that were broadcast; tensors of a copy have other ids"""
 
-    def compared_options(self) -> dict[str, Any]:
-        """See `DistributedOptimizer`; includes the class of the inner optimizer."""
-        return super().compared_options() | {"inner": type(self.inner).__name__}
-
     def start(self) -> None:
         """See `DistributedOptimizer`."""
-        self.share_inner_state()
+        self.follow_inner()
         self._lay_out()
         self.connect()
 
@@ -173,7 +169,7 @@ class Averaged(WrappingOptimizer):
 
     def layout_lines(self) -> list[str]:
         """See `DistributedOptimizer`; the first step compares options of parameter groups."""
-        return [self.describe_options()]
+        return self.setting_lines()
 
     def tensors_to_broadcast(self) -> list[tuple[str, Tensor]]:
         """See `DistributedOptimizer`: those that were not broadcast before."""
@@ -318,10 +314,10 @@ class Averaged(WrappingOptimizer):
             ValueError: parameters or options differ between ranks; raised on all ranks.
         """
         named = [pair for pair in self.named_parameters() if pair[1].requires_grad]
-        lines = [f"{name} {tuple(each.shape)} {each.dtype}" for name, each in named]
+        lines = [f"{name}\t{tuple(each.shape)} {each.dtype}" for name, each in named]
         # bits of different options may be equal, so the first step compares the options
         lines += option_lines(self.param_groups, with_gpu=True)
-        yield from check_same([*lines, *trained_lines(self.param_groups)], "parameters")
+        yield from check_same([*lines, *trained_lines(self.param_groups)])
         kinds = torch.tensor([gradient_layout(each) for _, each in named], dtype=torch.uint8)
         known = (yield AllGather(kinds)).amax(dim=0).tolist()
         dense = [pair for pair, kind in zip(named, known, strict=True) if kind != SPARSE]
@@ -349,8 +345,12 @@ class Averaged(WrappingOptimizer):
         return [*super().declare(), Inner(owner=self), errors]
 
     def state_layout(self) -> list[str]:
-        """See `DistributedOptimizer`: shapes."""
-        return [f"parameter {n} {tuple(p.shape)}" for n, p in enumerate(self.all_parameters())]
+        """See `DistributedOptimizer`: shapes; and frozen parameters, which have no errors."""
+        has_errors = self.compress is not None
+        return [
+            f"parameter {n} {tuple(p.shape)}{', frozen' * (has_errors and not p.requires_grad)}"
+            for n, p in enumerate(self.all_parameters())
+        ]
 
     def describe_worker(self) -> WorkerInfo:
         """See `DistributedOptimizer`; the gradients may be of several dtypes."""
@@ -379,6 +379,8 @@ class Averaged(WrappingOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state; without compression, a state dict of the inner optimizer."""
         if not self.is_shared:
+            # parameters may have been frozen or unfrozen since the last step
+            self._update_layout()
             super().load_state_dict(state_dict)
             return
         check_state_dict(state_dict)

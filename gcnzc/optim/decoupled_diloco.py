@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm, Receive, Send, Start, Sum, Wait, among
+from gcnzc.exchange.sync import find_difference
 from gcnzc.exchange.topology import Edge
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.diloco import DiLoCo
-from gcnzc.optim.group_options import NORMS, find_difference, format_norms
+from gcnzc.optim.group_options import HINTS, NORMS, format_norms
 from gcnzc.optim.options import option
 from gcnzc.optim.rounds import ClosedRound, Rounds
 from gcnzc.optim.state import Kind
@@ -197,5 +198,6 @@ class DecoupledDiLoCo(Rounds, DiLoCo):
         numbers = [each.memory[rank] for rank, each in enumerate(rounds)]
         for number in sorted(set(numbers)):
             ranks = [rank for rank, each in enumerate(numbers) if each == number]
-            if difference := find_difference({rank: f"{NORMS}\t{lines[rank]}" for rank in ranks}):
+            texts = {rank: f"{NORMS}\t{lines[rank]}" for rank in ranks}
+            if difference := find_difference(texts, HINTS):
                 raise ValueError(difference)

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from gcnzc.exchange import Algorithm
 from gcnzc.optim.averaged import Averaged
+from gcnzc.optim.communicating import identify_caller
 from gcnzc.optim.compute_deadline import CALIBRATION, MAX_DROPPED, ComputeClock, ComputeDeadline
 from gcnzc.optim.options import option
 from gcnzc.optim.state import scalar
-from gcnzc.optim.steps import identify_caller
 from gcnzc.optim.validation import check_above_zero, check_count, check_range
 
 T = TypeVar("T")

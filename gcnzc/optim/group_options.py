@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.exchange.engine import hash_lines
-from gcnzc.exchange.sync import all_gather_text
+from gcnzc.exchange.sync import all_gather_text, find_difference
 
 # these choose an implementation for the rank's device and do not change the method
 NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
@@ -33,7 +33,7 @@ CALL = "call"
 TRAINED = "requires_grad of"
 # types whose `repr` changes whenever the value does
 _PLAIN = frozenset([str, int, float, bool, type(None)])
-_HINTS = {
+HINTS = {
     OPTIMIZER: "construct and step optimizers in the same order on all ranks; numbers count those "
     "of a group in the order of construction",
     STEPS: "call step() equally often on all ranks, and load the states of one checkpoint on all",
@@ -41,8 +41,10 @@ _HINTS = {
     NORMS: "load the states of one checkpoint, of one run, on all ranks",
     CALL: "call step() equally often on all ranks, and then finalize()",
     TRAINED: "add, freeze and unfreeze parameters on all ranks, before the same step",
+    # options of parameter groups
+    "": "change options by what all ranks know, such as the step or the mean of their losses",
 }
-_OPTION_HINT = "change options by what all ranks know, such as the step or the mean of their losses"
+"""what to do about a line that differs between ranks, by the begin of its name"""
 
 
 class Comparison:
@@ -135,33 +137,9 @@ class Comparison:
             return False
         self.is_due = self.is_requested = False
         texts = yield from all_gather_text("\n".join(lines()))
-        if difference := find_difference(dict(enumerate(texts))):
+        if difference := find_difference(dict(enumerate(texts)), HINTS):
             raise ValueError(difference)
         return True
-
-
-def find_difference(texts: Mapping[int, str]) -> str:
-    """Return an error message for the first line that differs between ranks; empty if none does.
-
-    Args:
-        texts: for each rank, its lines, joined by newlines.
-    """
-    parsed = {
-        rank: dict(line.split("\t") for line in text.splitlines()) for rank, text in texts.items()
-    }
-    if len(parsed) < 2:
-        return ""
-    first, *others = sorted(parsed)
-    for rank in others:
-        for name in {**parsed[first], **parsed[rank]}:
-            one, two = (parsed[each].get(name, "not set") for each in (first, rank))
-            if one != two:
-                hints = (hint for start, hint in _HINTS.items() if name.startswith(start))
-                return (
-                    f"{name} differs between ranks: {one} on rank {first}, {two} on rank {rank}"
-                    f"\n\nhint: {next(hints, _OPTION_HINT)}"
-                )
-    return ""
 
 
 def find_difference_by_store(lines: Sequence[str], group: Group) -> str:
@@ -183,7 +161,7 @@ def find_difference_by_store(lines: Sequence[str], group: Group) -> str:
                 if group.store.check([key]):
                     texts[rank] = group.store.get(key).decode()
             time.sleep(STORE_POLL_S)
-    return find_difference(texts)
+    return find_difference(texts, HINTS)
 
 
 def format_norms(shared: Mapping[str, Any]) -> str:

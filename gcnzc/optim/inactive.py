@@ -44,11 +44,11 @@ from gcnzc.compress import Compression, Sign
 from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm
 from gcnzc.kernels.finite import are_finite, square_limit
+from gcnzc.optim.communicating import SkipStep
 from gcnzc.optim.flat import Segment
 from gcnzc.optim.options import option
 from gcnzc.optim.replicated import AdamMethod
 from gcnzc.optim.state import OWN, Errors, Field, scalar, vector
-from gcnzc.optim.steps import SkipStep
 from gcnzc.optim.validation import check_at_least_zero
 from gcnzc.system.arguments import check_choice
 

@@ -12,7 +12,7 @@ Notation: W ranks, n elements, m of a fragment, P fragments, H local steps, D th
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -25,7 +25,9 @@ from torch.optim import Optimizer
 from gcnzc.compress import Compression, Dense, Reducer
 from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, Start, Sum, Wait
+from gcnzc.exchange.engine import check_kind
 from gcnzc.kernels.finite import can_be_squared
+from gcnzc.optim.communicating import identify_caller
 from gcnzc.optim.finite_gradients import delete_nonfinite_state, have_finite_gradients
 from gcnzc.optim.fully_shard import holds_on_all_shards
 from gcnzc.optim.method import WrappingOptimizer
@@ -44,7 +46,6 @@ from gcnzc.optim.state import (
     scalar,
     vector,
 )
-from gcnzc.optim.steps import identify_caller
 from gcnzc.optim.sync_interval import MAX_OVERLAP_SHARE, MAX_SHARE, Clocks, SyncInterval
 from gcnzc.optim.validation import check_above_zero
 from gcnzc.system.arguments import check_flag
@@ -385,7 +386,9 @@ class LocalMethod(WrappingOptimizer):
 
     def exchange(self, step: int) -> Algorithm[None]:
         """Start the exchanges that are due after a step, and apply the results that are due."""
-        due = yield from self.find_due(step)
+        search = self.find_due(step)
+        check_kind(search, Generator, f"{self.name}.find_due needs a `yield`; it has returned")
+        due = yield from search
         self.num_exchanges += bool(due)
         for fragment in due:
             yield from self.sync_interval.time_exchange(self._start(fragment, step))
@@ -680,11 +683,6 @@ class LocalMethod(WrappingOptimizer):
     def compared_options(self) -> dict[str, Any]:
         """See `DistributedOptimizer`; "auto", not the current number of local steps."""
         return super().compared_options() | {"local_steps": self.sync_interval.requested}
-
-    def layout_lines(self) -> list[str]:
-        """See `DistributedOptimizer`; includes the class of the inner optimizer."""
-        first, *others = super().layout_lines()
-        return [f"{first} around {type(self.inner).__name__}", *others]
 
     def late_phase(self) -> str:
         """See `DistributedOptimizer`."""

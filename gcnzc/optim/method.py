@@ -12,10 +12,11 @@ which are flags such as a request to stop.
 import inspect
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
-from typing import Any, ClassVar, TypeVar, overload
-from weakref import WeakKeyDictionary
+from typing import Any, ClassVar, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +34,21 @@ from gcnzc.exchange.sync import (
     synchronize_buffers,
 )
 from gcnzc.optim.checksums import Checksums
+from gcnzc.optim.communicating import (
+    CommunicatingOptimizer,
+    LatePhaseWarning,
+    SkipStep,
+    identify_caller,
+)
 from gcnzc.optim.ddp import check_no_average, find_ddp
 from gcnzc.optim.defaults import LATE_SHARE, LATE_STEPS
 from gcnzc.optim.flat import FlatParameters
 from gcnzc.optim.fully_shard import find_peers, local, shard_name
 from gcnzc.optim.group_options import (
     CALL,
+    OPTIMIZER,
     Comparison,
     find_difference_by_store,
-    option_key,
     option_lines,
 )
 from gcnzc.optim.options import declared_options, option, set_options, signature_of
@@ -59,9 +66,7 @@ from gcnzc.optim.state import (
     declared_fields,
     scalar,
 )
-from gcnzc.optim.steps import LatePhaseWarning, SkipStep, identify_caller
 from gcnzc.optim.validation import (
-    check_at_least_zero,
     check_count,
     check_group,
     check_inner,
@@ -77,12 +82,8 @@ NO_PARAMETER = ("no such parameter", "no such parameter")
 _SCALER_STEP = inspect.unwrap(GradScaler.step).__code__
 
 
-class DistributedOptimizer(Optimizer):
-    """The base class of optimizers whose `step` communicates with the other ranks.
-
-    The communication is an `Algorithm`, a generator of requests, such as collectives. `step` runs
-    it with torch.distributed; `gcnzc.exchange.lockstep` runs the algorithms of all ranks in one
-    process, as a simulation.
+class DistributedOptimizer(CommunicatingOptimizer):
+    """The base class of optimizers that average the gradients or parameters of a model.
 
     A subclass declares its options (`gcnzc.optim.options`) and its state (`gcnzc.optim.state`), and
     implements `take_step`.
@@ -167,7 +168,7 @@ class DistributedOptimizer(Optimizer):
         if self.module is not None:
             check_module(self.module, self.param_groups)
         self.group = find_peers(current_group(), self.all_parameters()) if group is None else group
-        self._weight, self._signals = 1.0, [False] * signals
+        self._signals = [False] * signals
         self.received_signals = [False] * signals
         """for each signal, whether any rank sent it in the exchanges that finished in the last
         `step`; all False if none of them had signals. An overlapped exchange finishes in a later
@@ -176,10 +177,7 @@ class DistributedOptimizer(Optimizer):
         self.num_common_extras = 1 + signals
         """the length of `common_extras`"""
         self.identity = self.name
-        """`name`, and the number of this optimizer among those of `group`; copies have the same"""
         self.comparison, self.checksums = Comparison(), Checksums()
-        self.checked_options = ""
-        """the `option_key` of options that were checked; empty to check them in each step"""
         self.reducers: dict[str, Reducer] = {}
         """compute compressed means; created by the fields `Errors` of `declare`"""
         self.is_broadcast = False
@@ -201,11 +199,6 @@ class DistributedOptimizer(Optimizer):
         self.record_parameters()
         self.declared = self._declare_state()
         self.connect()
-
-    @property
-    def name(self) -> str:
-        """The name of the type of optimizer, in messages, states and headers of requests."""
-        return type(self).__name__
 
     def __repr__(self) -> str:
         return f"{self.describe_options()}, workers={self.group.world_size}"
@@ -237,10 +230,16 @@ class DistributedOptimizer(Optimizer):
 
     def describe_options(self) -> str:
         """Return the `compared_options` as text."""
-        options = sorted(self.compared_options().items())
-        # functions are equal on all ranks if their names are
-        pairs = (f"{name}={getattr(each, '__qualname__', each)}" for name, each in options)
+        pairs = (f"{name}={text}" for name, text in self.option_texts().items())
         return f"{self.name}({', '.join(pairs)})"
+
+    def option_texts(self) -> dict[str, str]:
+        """Return the `compared_options` as texts of one line each, sorted by their names."""
+        # functions are equal on all ranks if their names are
+        return {
+            name: " ".join(str(getattr(value, "__qualname__", value)).split())
+            for name, value in sorted(self.compared_options().items())
+        }
 
     def on_broadcast(self) -> None:
         """Initialize the state that depends on the parameters, which are equal on all ranks now."""
@@ -283,25 +282,6 @@ class DistributedOptimizer(Optimizer):
         return ""
 
     # --- what this rank adds to exchanges besides gradients or parameters
-
-    @property
-    def weight(self) -> float:
-        """The factor of this rank's gradients in means and in local steps.
-
-        `step` does not reset it. If batch sizes differ between ranks, set it before each `step` to
-        this rank's number of samples divided by the mean number over the ranks. The mean of the
-        weights should be 1, because means divide by the number of ranks. Means of parameters are
-        not weighted.
-
-        Raises:
-            ValueError: it is set to anything but a finite number of at least 0.
-        """
-        return self._weight
-
-    @weight.setter
-    def weight(self, value: float) -> None:
-        check_at_least_zero("weight", value)
-        self._weight = float(value)
 
     @property
     def signals(self) -> list[bool]:
@@ -353,55 +333,14 @@ class DistributedOptimizer(Optimizer):
 
     # --- steps
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take an optimizer step, and communicate with the other ranks if an exchange is due.
-
-        Args:
-            closure: evaluates the model again and returns the loss; called once if given.
-
-        Returns:
-            The closure's loss; None without a closure.
-
-        Raises:
-            WorkerLost: another rank did not respond in time, or its process has ended.
-            ValueError: one of
-
-                - Options, numbers of steps, loaded states or parameters differ between ranks;
-                  raised on all ranks. Each exchange detects a difference with a probability of
-                  1/2. The next exchange always detects different `requires_grad`, and states of
-                  different steps, or loaded on some ranks only; states of the same step are not
-                  compared. Options in GPU tensors are compared in every 100th exchange only.
-                  Checksums of the parameters that must be equal are computed about every 100
-                  exchanges.
-                - An option of a parameter group is out of its range; raised by this rank before it
-                  communicates.
-                - The step failed, and the shape, dtype or device of a parameter has changed; raised
-                  by this rank only.
-                - DistributedDataParallel has averaged the gradients; see `keep_gradients_local`.
-            RequestMismatch: the ranks' collectives or messages differ; raised on all ranks.
-        """
+    def communicate(self) -> None:
+        """Run `algorithm` after the checks of a step; `step` calls it."""
         self.group.count_step(self.steps)
-        key = option_key(self.param_groups)
-        if not key or key != self.checked_options:
-            # a scheduler, or the caller, has changed them
-            for number, group in enumerate(self.param_groups):
-                where = f" of parameter group {number}"
-                check_options(group, self.defaults, where, with_gpu=False)
-            self.checked_options = key
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         self.check_ddp()
         ignored = self.num_ignored_gradients
         self._run(self.algorithm(), "step()")
         if self.num_ignored_gradients > ignored and hasattr(self, "found_inf"):
             report_overflow(self)
-        return loss
 
     @property
     def num_ignored_gradients(self) -> int:
@@ -641,15 +580,27 @@ class DistributedOptimizer(Optimizer):
         if self.group.world_size > 1:
             tensors = self.tensors_to_broadcast()
             lines = [*self.layout_lines(), *describe_layout(tensors)]
-            yield from check_same(lines, "optimizers")
+            yield from check_same(lines)
             yield from broadcast([(name, local(tensor)) for name, tensor in tensors])
         self.is_broadcast = True
         self.on_broadcast()
 
     def layout_lines(self) -> list[str]:
         """Return lines for options and layouts, which `broadcast_model` compares between ranks."""
-        own = f"{self.describe_options()}, {len(self.signals)} signals"
-        return [own, *self.declared.layout, *option_lines(self.param_groups, with_gpu=True)]
+        return [
+            *self.setting_lines(),
+            f"number of signals\t{len(self.signals)}",
+            *(
+                f"line {number} of the state\t{each}"
+                for number, each in enumerate(self.declared.layout)
+            ),
+            *option_lines(self.param_groups, with_gpu=True),
+        ]
+
+    def setting_lines(self) -> list[str]:
+        """Return lines for the optimizer and the `compared_options`."""
+        options = (f"{name} of {self.name}\t{text}" for name, text in self.option_texts().items())
+        return [f"{OPTIMIZER}\t{self.name}", *options]
 
     def tensors_to_broadcast(self) -> list[tuple[str, Tensor]]:
         """The names and tensors to broadcast: all parameters, and the module's dense buffers."""
@@ -736,22 +687,12 @@ class DistributedOptimizer(Optimizer):
             self.state.setdefault(parameter, {})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that are copied and pickled.
-
-        These are all except hooks, and the wrapper that a scheduler puts around `step`. A copy
-        communicates through the same group. Before unpickling an optimizer of several ranks,
-        initialize torch.distributed with the same ranks; otherwise the first `step` that exchanges
-        raises a RuntimeError.
-        """
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("step", "_ddps", "declared")
-            and not name.startswith(("_optimizer_", "_zero_grad"))
-        }
+        """See `CommunicatingOptimizer`; a copy declares its state again."""
+        copied = super().__getstate__().items()
+        return {name: value for name, value in copied if name not in ("_ddps", "declared")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the attributes of a copy, which declares its state again."""
+        """Set the attributes of a copy."""
         super().__setstate__(state)
         self.declared = self._declare_state()
 
@@ -815,7 +756,9 @@ class DistributedOptimizer(Optimizer):
     def finish_load(self, groups: Sequence[Mapping[str, Any]], shared: Mapping[str, Any]) -> None:
         """Set the options of a loaded state, and request a comparison with the other ranks."""
         for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
+            # a copy: a learning rate may be a tensor, which a scheduler changes
+            options = {name: value for name, value in saved.items() if name != "params"}
+            group.update(deepcopy(options))
         # no broadcast after this: buffers differ between ranks in the middle of a run
         self.is_broadcast = True
         self.on_load()
@@ -852,20 +795,38 @@ class WrappingOptimizer(DistributedOptimizer):
 
     def start(self) -> None:
         """See `DistributedOptimizer`."""
-        self.share_inner_state()
+        self.follow_inner()
         super().start()
 
-    def share_inner_state(self) -> None:
-        """Let both optimizers have the same parameter groups and state.
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See `DistributedOptimizer`; a copy of the inner optimizer has no hooks."""
+        super().__setstate__(state)
+        self.follow_inner()
 
-        The inner optimizer replaces its own when it loads a state.
-        """
-        self.inner.param_groups, self.state = self.param_groups, self.inner.state
+    def follow_inner(self) -> None:
+        """Share the inner optimizer's parameter groups and state, also after it loads a state."""
+        own = ref(self)
+
+        def share(inner: Optimizer) -> None:
+            if (wrapper := own()) is not None:
+                wrapper.share_inner_state()
+
+        # a load replaces them, and the caller may load a state into the inner optimizer at any time
+        self.inner.register_load_state_dict_post_hook(share)
+        self.share_inner_state()
+
+    def share_inner_state(self) -> None:
+        """Share the current parameter groups and state of the inner optimizer."""
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self.fill_state()
 
     def on_load(self) -> None:
-        """See `DistributedOptimizer`."""
+        """See `DistributedOptimizer`; optimizers of other libraries may not call hooks."""
         self.share_inner_state()
+
+    def compared_options(self) -> dict[str, Any]:
+        """See `DistributedOptimizer`; includes the class of the inner optimizer."""
+        return super().compared_options() | {"inner": type(self.inner).__name__}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters."""

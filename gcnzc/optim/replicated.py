@@ -18,11 +18,11 @@ from gcnzc.compress import Compression, Dense
 from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, AllGather, Group
 from gcnzc.kernels.finite import mark_large, square_limit
+from gcnzc.optim.communicating import SkipStep
 from gcnzc.optim.flat import Segment
 from gcnzc.optim.method import DistributedOptimizer
 from gcnzc.optim.options import option
 from gcnzc.optim.state import Errors, Field, Kind, vector
-from gcnzc.optim.steps import SkipStep
 from gcnzc.optim.validation import check_above_zero
 from gcnzc.system.arguments import check_flag
 from gcnzc.system.scalars import scalars_like

@@ -32,14 +32,14 @@ from gcnzc.exchange import (
     Wait,
     WaitForKey,
 )
-from gcnzc.exchange.sync import all_gather_text
+from gcnzc.exchange.sync import all_gather_text, find_difference
 from gcnzc.exchange.topology import Edge
 from gcnzc.kernels.finite import can_be_squared
+from gcnzc.optim.communicating import identify_caller
 from gcnzc.optim.control import PartialExchanges, namespace
-from gcnzc.optim.group_options import find_difference
+from gcnzc.optim.group_options import HINTS
 from gcnzc.optim.options import option
 from gcnzc.optim.state import Field, Scalar
-from gcnzc.optim.steps import identify_caller
 from gcnzc.optim.validation import check_count
 
 _METHODS: "WeakKeyDictionary[Group, WeakSet[Rounds]]" = WeakKeyDictionary()
@@ -385,7 +385,7 @@ class Rounds(PartialExchanges):
         _METHODS.setdefault(self.group, WeakSet()).add(self)
         found = [each.split("\n", 2) for each in texts]
         compared = {rank: "".join(each[2:]) for rank, each in enumerate(found)}
-        if difference := find_difference(compared):
+        if difference := find_difference(compared, HINTS):
             raise ValueError(difference)
         rounds = [ClosedRound(*literal_eval(each[0])) for each in found]
         self.compare_states([each[1] for each in found], rounds)

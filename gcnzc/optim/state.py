@@ -26,7 +26,7 @@ Notation: W ranks, n elements of the flat vector.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal, NoReturn
@@ -47,7 +47,9 @@ SECTIONS = {"shared": "shared", "local": "local", "sharded": "shards"}
 OWN: dict[str, Any] = {"kind": "local", "resize": "mean"}
 """arguments of a field whose values differ between ranks; it becomes their mean with another number
 of ranks"""
-_MODEL_HINT = "hint: load it into an optimizer of the same model, with the same options"
+_MODEL_HINT = (
+    "hint: load it into an optimizer of the same model, with the same options and `requires_grad`"
+)
 
 
 def always(own: Any) -> bool:
@@ -268,8 +270,8 @@ class Inner(Field):
         return value
 
     def load(self, value: Any, worker: WorkerInfo) -> None:
-        """See `Field`; as with torch's optimizers, tensors may share memory with the state."""
-        self.optimizer.load_state_dict(value)
+        """See `Field`; torch's optimizers do not copy tensors."""
+        self.optimizer.load_state_dict(deepcopy(value))
         for parameter, state in self.optimizer.state.items():
             for name, each in state.items():
                 if isinstance(each, Tensor):

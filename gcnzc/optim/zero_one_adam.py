@@ -36,11 +36,11 @@ from torch import Tensor
 from gcnzc.compress import Dense
 from gcnzc.exchange import Algorithm, run
 from gcnzc.kernels.finite import are_finite
+from gcnzc.optim.communicating import SkipStep, identify_caller
 from gcnzc.optim.defaults import WARMUP_STEPS, warmup_steps
 from gcnzc.optim.inactive import InactiveElements, SettlingElements
 from gcnzc.optim.options import option
 from gcnzc.optim.state import OWN, Kind, scalar, vector
-from gcnzc.optim.steps import SkipStep, identify_caller
 from gcnzc.optim.validation import check_count
 from gcnzc.system.arguments import check_flag
 

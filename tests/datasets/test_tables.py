@@ -306,7 +306,7 @@ id,x,label,split
 NA,1,NA,train
 DE,2,EU,val
 null,3,N/A,train
-None,nan,,val
+None,-nan,,val
 nan,NA,None,test
 -1,6,-1,test
 """

@@ -3,6 +3,8 @@
 import os
 import random
 import re
+import threading
+import time
 
 import pytest
 import torch
@@ -308,6 +310,24 @@ def test_the_end_of_a_process_ends_the_wait_for_its_message(tmp_path):
     index, text = torch.load(tmp_path / "0.pt")
     assert index == 0
     assert "rank 1" in text
+
+
+def end_while_a_receive_waits():
+    shorten_waits()
+    with init_group(timeout_s=30) as group:
+        run(leave_at_once(1 - group.rank), group)
+        if group.rank == 1:
+            time.sleep(NEVER_S)
+        # what the interpreter does first when it ends
+        threading._shutdown()
+        os._exit(0)
+
+
+def test_a_process_that_does_not_close_its_group_ends_while_others_go_on(tmp_path):
+    with workers(2, tmp_path, end_while_a_receive_waits) as processes:
+        processes[0].join(HANG_S)
+        assert processes[0].exitcode == 0, talk(tmp_path, 0)
+        assert processes[1].exitcode is None
 
 
 def gather_until(rank, world_size, seconds, limit_s):

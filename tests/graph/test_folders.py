@@ -261,7 +261,13 @@ def test_features_can_be_quantized(tmp_path, dtype, scales, columns, small_chunk
     prepare(tmp_path / "a", tmp_path / "numbers", feature_dtype="float32")
     numbers = load(tmp_path / "numbers").features
     assert torch.equal(numbers, table.gather(ids))
-    (tmp_path / "a" / "features_scales.npy").unlink()
+    scales = tmp_path / "a" / "features_scales.npy"
+    damaged = np.load(scales, mmap_mode="r+")
+    damaged[-1] = np.nan
+    damaged.flush()
+    with pytest.raises(ValueError, match=r"scales is .*NaN(.|\n)*hint: .*--verify"):
+        load(tmp_path / "a")
+    scales.unlink()
     with pytest.raises(FileNotFoundError, match=r"no file .*features_scales.npy(.|\n)*hint: "):
         load(tmp_path / "a")
 

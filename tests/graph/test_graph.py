@@ -168,6 +168,9 @@ class SparseTensor:
     def csr(self):
         return self.parts
 
+    def size(self, dim):
+        return NUM_NODES
+
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_from_pyg_converts_data():
@@ -183,6 +186,9 @@ def test_from_pyg_converts_data():
     ):
         data = SimpleNamespace(edge_index=None, adj_t=adjacency, num_nodes=NUM_NODES)
         assert columns(Graph.from_pyg(data, self_loops="add")) == columns(expected)
+    adjacency = torch.eye(5)[:2].to_sparse_csr()
+    with pytest.raises(ValueError, match="adj_t has 2 targets and 5 sources\n\nhint: "):
+        Graph.from_pyg(SimpleNamespace(edge_index=None, adj_t=adjacency, num_nodes=5))
 
 
 def test_from_pyg_rejects_data_of_several_types():

@@ -1,7 +1,9 @@
 """Optimizers of trainable embeddings: torch's steps, several ranks, states and bad input."""
 
+import copy
 import itertools
 import math
+import pickle
 import time
 
 import numpy as np
@@ -277,6 +279,22 @@ def test_a_run_resumes_bit_for_bit_also_with_other_ranks(name, world_size, by_fi
     assert are_equal(own[-1], theirs[0])
     train(tables, optimizers, 8, 4)
     torch.testing.assert_close(resumed[0].rows, tables[0].rows, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_copies_and_unpickled_optimizers_go_on_like_the_original(name):
+    tables, optimizers = team(name, 2)
+    train(tables, optimizers, 3)
+    pair = tables, optimizers
+    pairs = [pair, copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))]
+    before = tables[0].rows.clone()
+    for others, copied in reversed(pairs):
+        # the steps of a copy do not change the original
+        assert torch.equal(tables[0].rows, before)
+        train(others, copied, 6, 3)
+    for others, copied in pairs[1:]:
+        assert torch.equal(others[1].rows, tables[0].rows)
+        assert are_equal(copied[1], optimizers[0])
 
 
 def saved_run(tmp_path, steps=3, **options):

@@ -169,33 +169,30 @@ def test_an_invalid_schedule_of_0_1_adam_is_refused(options):
 
 
 DIFFERENT = [
-    (OneBitAdam, {"warmup": 5}, {"warmup": 6}, r"warmup=5.*warmup=6"),
-    (OneBitLamb, {"trust_beta": 0.9}, {"trust_beta": 0.8}, ""),
-    (ZeroOneAdam, {"schedule": ZeroOneSchedule(8)}, {"schedule": ZeroOneSchedule(9)}, ""),
-    (
-        DropCompute,
-        {"micro_batches": 4, "threshold": 1.0},
-        {"micro_batches": 4, "threshold": 2.0},
-        r"threshold=1\.0.*threshold=2\.0",
-    ),
-    (LocalSGD, {"local_steps": 2}, {"local_steps": 3}, "local_steps=2.*local_steps=3"),
-    (DiLoCo, {"target": 0.1}, {"target": 0.2}, r"target=0\.1.*target=0\.2"),
-    *((CO2, {}, {name: value}, "") for name, value in (("gap", 2.5), ("clip", None), ("delay", 0))),
-    (A2CiD2, {"gossip_rate": 1}, {"gossip_rate": 2}, "gossip_rate=1.*gossip_rate=2"),
-    (SAPS, {"seed": 0}, {"seed": 1}, ""),
-    (SAPS, {"bandwidth": np.ones((2, 2))}, {"bandwidth": np.full((2, 2), 2.0)}, ""),
-    (SelSync, {"threshold": 0.1}, {"threshold": 1.1}, "threshold=0.1.*threshold=1.1"),
+    (OneBitAdam, {"warmup": 5}, {"warmup": 6}),
+    (OneBitLamb, {"trust_beta": 0.9}, {"trust_beta": 0.8}),
+    (ZeroOneAdam, {"schedule": ZeroOneSchedule(8)}, {"schedule": ZeroOneSchedule(9)}),
+    (DropCompute, {"threshold": 1.0, "micro_batches": 4}, {"threshold": 2.0, "micro_batches": 4}),
+    (LocalSGD, {"local_steps": 2}, {"local_steps": 3}),
+    (DiLoCo, {"target": 0.1}, {"target": 0.2}),
+    *((CO2, {}, {name: value}) for name, value in (("gap", 2.5), ("clip", None), ("delay", 0))),
+    (A2CiD2, {"gossip_rate": 1}, {"gossip_rate": 2}),
+    (SAPS, {"seed": 0}, {"seed": 1}),
+    (SAPS, {"bandwidth": np.ones((2, 2))}, {"bandwidth": np.full((2, 2), 2.0)}),
+    (SelSync, {"threshold": 0.1}, {"threshold": 1.1}),
 ]
 
 
-@pytest.mark.parametrize(("kind", "own", "other", "message"), DIFFERENT)
-def test_options_that_differ_between_ranks_are_an_error_on_all(kind, own, other, message):
+@pytest.mark.parametrize(("kind", "own", "other"), DIFFERENT)
+def test_options_that_differ_between_ranks_are_an_error_on_all(kind, own, other):
     optimizers = [
         build(kind, Group(rank, 2), **options) for rank, options in enumerate((own, other))
     ]
+    name = next(iter(other))
+    message = rf"^{name} of {kind.__name__} differs between ranks: .+ on rank 0, .+ on rank 1\n"
 
     def error_of(optimizer):
-        with pytest.raises(ValueError, match=f"(?s)optimizers of ranks 0 and 1 differ.*{message}"):
+        with pytest.raises(ValueError, match=message):
             yield from optimizer.broadcast_model_algorithm()
 
     lockstep([error_of(optimizer) for optimizer in optimizers])
@@ -274,6 +271,16 @@ def test_the_error_of_an_unknown_option_names_all(kind, options):
         TypeError, match=rf"^{kind.__name__} has no option {name}\n\nhint: .*module"
     ):
         build(kind, Group(0, 2), **options)
+
+
+def test_a_find_due_that_is_no_generator_is_named():
+    class Always(LocalSGD):
+        def find_due(self, step):
+            return self.fragments
+
+    optimizer = build(Always, alone=True)
+    with pytest.raises(TypeError, match=r"Always\.find_due needs a `yield`; it has returned"):
+        optimizer.step()
 
 
 def test_a_missing_option_is_named_and_signatures_have_all_options():
@@ -491,7 +498,9 @@ def test_class_and_command_line_have_the_same_defaults(method, steps):
     # only a share of the run depends on its length
     options = {"total_steps": steps, "weight_decay": 0.0} if method in COMPRESSED else {}
     of_class = with_defaults(method, parameters, group, **options)
-    assert of_class.describe_options() == of_command_line.describe_options()
+    # the inner optimizer is the caller's
+    first, second = ({**each.option_texts(), "inner": ""} for each in (of_class, of_command_line))
+    assert first == second
 
 
 @pytest.mark.parametrize("method", BY_NAME)

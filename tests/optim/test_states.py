@@ -15,8 +15,10 @@ from optim.teams import (
     batches,
     bits_of,
     finalize,
+    finish_pending,
     mean_of,
     of_ranks,
+    plain,
     saved,
     set_gradients,
     states_of,
@@ -35,8 +37,17 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from gcnzc.compress import Sign
 from gcnzc.exchange import Compute, Group, init_group, lockstep
-from gcnzc.optim import Averaged, DiLoCo, OneBitAdam, OneBitLamb, ZeroOneAdam, resize_state
+from gcnzc.optim import (
+    Averaged,
+    DiLoCo,
+    LocalSGD,
+    OneBitAdam,
+    OneBitLamb,
+    ZeroOneAdam,
+    resize_state,
+)
 
 END = 12
 # whose state is that of its inner optimizer, and the same on all ranks
@@ -95,6 +106,38 @@ def test_a_running_optimizer_that_loads_a_state_goes_on_as_a_new_one(name):
     train(models, optimizers, 10, 5)
     train(others, loaded, 10, 5)
     assert torch.equal(vectors_of(models), vectors_of(others))
+
+
+@pytest.mark.parametrize("name", WITH_STATE)
+def test_steps_after_a_load_do_not_change_what_was_loaded(name):
+    models, optimizers = METHODS[name].team(2)
+    train(models, optimizers, 5)
+    finish_pending(optimizers)
+    snapshots = copy.deepcopy([each.snapshot() for each in optimizers])
+    before = plain(copy.deepcopy(snapshots))
+    for optimizer, snapshot in zip(optimizers, snapshots, strict=True):
+        optimizer.load_state_dict(snapshot)
+    train(models, optimizers, 9, 5)
+    assert plain(snapshots) == before
+
+
+@pytest.mark.parametrize("kind", [Averaged, LocalSGD])
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_state_that_is_loaded_into_the_inner_optimizer_is_the_wrappers(kind, is_copied):
+    model = nn.Linear(3, 2)
+    optimizer = kind(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), Group())
+    take_steps(model, optimizer, 2)
+    if is_copied:
+        model, optimizer = copy.deepcopy((model, optimizer))
+    optimizer.inner.load_state_dict(copy.deepcopy(optimizer.inner.state_dict()))
+    # what a scheduler does
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = vector_of(model)
+    take_steps(model, optimizer, 1)
+    assert torch.equal(vector_of(model), before)
+    state = optimizer.state[model.weight]
+    assert state is optimizer.inner.state[model.weight]
+    assert "momentum_buffer" in state
 
 
 def pending_errors(optimizers):
@@ -285,17 +328,18 @@ def linear_team(name, steps):
     models = [nn.Linear(16, 8) for _ in range(2)]
     optimizers = CASES[name].optimizers(models)
 
-    def train_one(model, optimizer):
-        yield from optimizer.broadcast_model_algorithm()
-        for _ in range(steps):
-            for parameter in model.parameters():
-                parameter.grad = parameter.detach() + 1
-            yield from optimizer.algorithm()
-            # the results of overlapped exchanges are in the states
-            yield from getattr(optimizer, "finish_pending_algorithm", lambda: ())()
-
-    lockstep(of_ranks(train_one, models, optimizers))
+    lockstep(of_ranks(linear_steps, models, optimizers, steps))
     return models, optimizers
+
+
+def linear_steps(model, optimizer, steps):
+    yield from optimizer.broadcast_model_algorithm()
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() + 1 if parameter.requires_grad else None
+        yield from optimizer.algorithm()
+        # the results of overlapped exchanges are in the states
+        yield from getattr(optimizer, "finish_pending_algorithm", lambda: ())()
 
 
 def changed(snapshot, section, key, value):
@@ -380,6 +424,36 @@ def test_a_state_of_a_parameter_of_another_shape_is_refused_and_changes_nothing(
         with pytest.raises(ValueError, match=r"the state has (?s:.*)\n\nhint: load it into"):
             loaded.load_state_dict(copy.deepcopy(optimizer.snapshot()))
         assert bits_of(other, loaded) == before
+
+
+def test_a_state_of_other_frozen_parameters_is_refused_if_it_has_compression_errors():
+    def trained(steps, is_frozen=False):
+        models = [nn.Linear(8, 4) for _ in range(2)]
+        for model in models:
+            model.weight.requires_grad_(not is_frozen)
+        optimizers = [
+            Averaged(torch.optim.SGD(model.parameters(), lr=0.1), Group(rank, 2), compress=Sign())
+            for rank, model in enumerate(models)
+        ]
+        lockstep(of_ranks(linear_steps, models, optimizers, steps))
+        return models, optimizers
+
+    _, optimizers = trained(3)
+    states = states_of(optimizers)
+    for steps in (0, 2):
+        models, others = trained(steps, is_frozen=True)
+        for model, other, state in zip(models, others, states, strict=True):
+            message = r"parameter 0 \(4, 8\), but this optimizer has parameter 0 \(4, 8\), frozen"
+            with pytest.raises(ValueError, match=rf"{message}(?s:.*)requires_grad"):
+                other.load_state_dict(state)
+            # frozen again after the state is loaded, it is as in a run that freezes it then
+            model.weight.requires_grad_(True)
+            other.load_state_dict(state)
+            model.weight.requires_grad_(False)
+        before = models[0].weight.clone()
+        lockstep(of_ranks(linear_steps, models, others, 2))
+        assert torch.equal(models[0].weight, before)
+        assert all_equal(models)
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,19 @@ stay equal bit for bit.
 
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeAlias, overload
+from typing import Any, ClassVar, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from gcnzc.compress.reducer import describe_non_finite
-from gcnzc.exchange import Algorithm, Caller, Group, current_group, run
+from gcnzc.exchange import Algorithm, Caller, Group, current_group
 from gcnzc.exchange.engine import hash_lines
 from gcnzc.exchange.sync import check_same
+from gcnzc.optim.communicating import CommunicatingOptimizer
 from gcnzc.optim.embedding.row_exchange import RowGradients, exchange_counts, mean_of_rows
-from gcnzc.optim.group_options import option_lines
+from gcnzc.optim.group_options import OPTIMIZER, STEPS, option_lines
 from gcnzc.optim.validation import check_group, check_options
 from gcnzc.system.arguments import THREADS_LIMIT, check_integer, describe
 from gcnzc.system.array_file import read_arrays, read_meta, write_arrays
@@ -50,7 +49,7 @@ Tables: TypeAlias = RowTable | Mapping[str, RowTable]
 Values: TypeAlias = Mapping[str, Any]
 
 
-class RowOptimizer(Optimizer):
+class RowOptimizer(CommunicatingOptimizer):
     """The base class of `SparseAdam`, `SparseAdagrad` and `SparseSGD`.
 
     It is an optimizer of torch, so that torch's schedulers change its learning rate. Its step
@@ -99,10 +98,6 @@ class RowOptimizer(Optimizer):
         check_options(defaults, defaults)
         self.group = current_group() if group is None else group
         self.threads = threads
-        self.weight = 1.0
-        """factor of this rank's gradients in the mean over the ranks. If batch sizes differ between
-        ranks, set it before each `step` to this rank's number of samples divided by the mean number
-        over the ranks."""
         self.steps = 0
         """number of steps taken, equal on all ranks"""
         self.skipped = 0
@@ -133,11 +128,6 @@ class RowOptimizer(Optimizer):
         self.state[rows] = state
 
     @property
-    def name(self) -> str:
-        """The name of the type of optimizer, in messages, states and headers of requests."""
-        return type(self).__name__
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of the state of all tables."""
         states = self.state.values()
@@ -162,41 +152,12 @@ class RowOptimizer(Optimizer):
         for table in self.tables.values():
             table.clear_gradients()
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the rows with gradients, together with the other ranks.
-
-        Args:
-            closure: evaluates the model again and returns the loss; called once if given.
-
-        Returns:
-            The closure's loss; None without a closure.
-
-        Raises:
-            WorkerLost: another rank did not respond in time, or its process has ended.
-            ValueError: options, numbers of steps or tables differ between ranks, raised on all
-                ranks; or an option is out of its range. Of the rows, some are compared before the
-                first step.
-            IndexError: a gather on a GPU used an id outside the table.
-        """
-        for number, group in enumerate(self.param_groups):
-            check_options(group, self.defaults, f" of parameter group {number}")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        run(self.algorithm(), self.group)
-        return loss
-
     def algorithm(self) -> Algorithm[None]:
         """Return the communication and computation of `step`, which `step` and `lockstep` run."""
         caller_before = yield Caller(self.identity)
         world_size = self.group.world_size
         if world_size > 1 and not self._is_compared:
-            yield from check_same(self._lines(), "embedding tables")
+            yield from check_same(self._lines())
             self._is_compared = True
         gradients = [self._take(name, table) for name, table in self.tables.items()]
         options_hash = hash_lines(
@@ -205,7 +166,7 @@ class RowOptimizer(Optimizer):
         counts = yield from exchange_counts(gradients, options_hash, world_size)
         hashes, bad, *num_rows = counts.T.tolist()
         if len(set(hashes)) > 1:
-            yield from check_same(self._lines(), "embedding tables")
+            yield from check_same(self._lines())
         self.skip_reason = describe_non_finite(bad) if any(bad) else ""
         if self.skip_reason:
             self.skipped += 1
@@ -234,8 +195,8 @@ class RowOptimizer(Optimizer):
     def _lines(self) -> list[str]:
         """Return the lines that must be the same on all ranks."""
         lines = [
-            self.identity,
-            f"step {self.steps}",
+            f"{OPTIMIZER}\t{self.identity}",
+            f"{STEPS}\t{self.steps}",
             *option_lines(self.param_groups, with_gpu=True),
         ]
         for name, table in self.tables.items():
@@ -243,7 +204,7 @@ class RowOptimizer(Optimizer):
             sampled = rows[:: max(1, len(rows) // SAMPLED_ROWS)]
             digest = zlib.crc32(sampled.contiguous().numpy().data)
             lines.append(
-                f"{_describe(name)} {tuple(rows.shape)} {rows.dtype}, step "
+                f"{_describe(name)}\t{tuple(rows.shape)} {rows.dtype}, step "
                 f"{self.state[rows]['step']}, CRC-32 of some rows {digest:08x}"
             )
         return lines
