@@ -156,9 +156,9 @@ def train_with_buffers(config, folder):
     """The result of a run on this worker, and the buffers of its model at each evaluation."""
     seen, evaluate = [], NodeTask.evaluate
 
-    def watched(task, model, *words, **options):
-        seen.append({name: buffer.clone() for name, buffer in model.named_buffers()})
-        return evaluate(task, model, *words, **options)
+    def watched(task, of, *words):
+        seen.append({name: buffer.clone() for name, buffer in of.model.named_buffers()})
+        return evaluate(task, of, *words)
 
     NodeTask.evaluate = watched
     return train_as_worker(config, folder) | {"buffers": seen}
