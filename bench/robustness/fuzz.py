@@ -377,12 +377,14 @@ def fuzz_checkpoint(bench: Bench, random: random.Random) -> tuple[str, str]:
 
 
 # Values that `evaluate` does not use; and those of a checkpoint that are only in the record, or not
-# used, because best.pt has them, weights are not averaged, and the precision is float32.
+# used: best.pt has the best model, the checkpoint is of the end of an epoch, callbacks may be
+# others, weights are not averaged, and the precision is float32.
 UNUSED_VALUES = (
     "best.pt: scores",
     "best.pt: valid",
     "best.pt: epoch",
-    *(f"checkpoint: {name}" for name in ("own.tally", "own.scaler", "average", "best")),
+    *(f"checkpoint: {name}" for name in ("own.tally", "own.scaler", "average", "best", "loader")),
+    "checkpoint: callbacks",
 )
 
 
