@@ -24,7 +24,7 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.models.stack import Model, check_columns, parameter_dtype
 from gcnzc.sampling.neighbor import check_graph, check_seeds
-from gcnzc.system.arguments import IdsLike, check_device, check_integer
+from gcnzc.system.arguments import IdsLike, check_callable, check_device, check_integer, check_kind
 from gcnzc.system.host_memory import available_bytes
 from gcnzc.train.label_inputs import LabelledTable
 from gcnzc.train.layerwise import ranges
@@ -116,7 +116,12 @@ def inference(
         RuntimeError: there is too little memory for the workers of a machine to share.
         WorkerLost: another worker has failed.
     """
+    check_kind("model", model, Model, "for others, compute outputs of a Loader with fanouts of -1")
     check_graph(graph)
+    check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows)")
+    check_callable("progress", progress)
+    if group is not None:
+        check_kind("group", group, Group, "gcnzc.exchange.current_group(), or None")
     if table.num_rows != graph.num_nodes:
         raise ValueError(
             f"the table has {table.num_rows} rows of features for a graph of {graph.num_nodes} "

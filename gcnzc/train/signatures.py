@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 _SIMPLE = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
-# types of the library that text can express; whoever builds the value converts it
+# types of the library that text can express; the value is converted when it is built
 _TEXT = ("Compression", "EdgeType", "GossipGraph")
 _Parameter: TypeAlias = tuple[str, ast.expr | None, ast.expr | None]
 
