@@ -51,7 +51,9 @@ GENERATED.mkdir(exist_ok=True)
 def keep_returns_whole(
     app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]
 ) -> None:
-    """Stop napoleon from taking the text before a colon for the type of what is returned."""
+    """Stop napoleon from taking the text before a colon for a type: of results and of options."""
+    if what == "attribute" and name.startswith("gcnzc.train.config."):
+        lines[:1] = [f": {line}" for line in lines[:1]]
     for number in reversed(range(len(lines))):
         if lines[number].strip() in ("Returns:", "Yields:"):
             indent = len(lines[number]) - len(lines[number].lstrip()) + 4
