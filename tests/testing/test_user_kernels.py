@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from programs import output_of_compiled
 
-from gcnzc.cli.commands import pcie
+from gcnzc.cli import options
 from gcnzc.testing import triton_driver
 
 PROGRAM = Path(__file__).with_name("user_kernels.py")
@@ -30,4 +30,4 @@ def test_kernels_of_users_are_executed_or_rejected_clearly():
 
 
 def test_the_command_and_the_executor_know_the_same_architectures():
-    assert pcie.ARCHITECTURES == triton_driver.ARCHITECTURES
+    assert options.ARCHITECTURES == triton_driver.ARCHITECTURES

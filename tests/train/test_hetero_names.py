@@ -127,7 +127,7 @@ def test_predictions_have_keys_and_names(run, folder):
     few = predict(run, nodes=EMAILS[[5, 2, 5]])
     assert few.nodes.tolist() == EMAILS[[5, 2, 5]].tolist()
     np.testing.assert_allclose(few.probabilities, found.probabilities[[5, 2, 5]], atol=1e-6)
-    with pytest.raises(ValueError, match=r"has no node '5'"):
+    with pytest.raises(ValueError, match=r"no node has the id '5'"):
         predict(run, nodes=[5])
     test = predict(run, nodes="test")
     assert test.nodes.tolist() == EMAILS[4::5].tolist()
