@@ -88,9 +88,9 @@ DOORS = {
     "ctypes.CDLL": {
         "gcnzc/system/bus_errors.py",
         "gcnzc/system/cuda_driver.py",
+        "gcnzc/system/files.py",
         "gcnzc/system/host_memory.py",
         "gcnzc/system/malloc.py",
-        "gcnzc/train/shared_data.py",
     },
 }
 SOURCES = sorted(

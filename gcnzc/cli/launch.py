@@ -32,7 +32,7 @@ import gcnzc
 from gcnzc.exchange import Algorithm
 from gcnzc.exchange.rendezvous import find_children
 from gcnzc.exchange.sync import all_gather_text
-from gcnzc.system.files import folder_identity, locked_folder
+from gcnzc.system.files import create_memory_file, folder_identity, locked_folder
 from gcnzc.train.record import Launch
 from gcnzc.train.run_folder import LOGS
 
@@ -321,7 +321,7 @@ def _environment(workers: int, run: Path) -> Iterator[None]:
     wanted = {"OMP_NUM_THREADS": cores, "NUMBA_NUM_THREADS": cores, **LOCAL_ENVIRONMENT}
     # the file that `report_fatal_error` writes is in memory: the run folder may be moved or on a
     # full disk, and a killed launcher would leave a temporary file
-    with open(os.memfd_create("gcnzc-fatal"), "rb") as memory:
+    with open(create_memory_file("gcnzc-fatal"), "rb") as memory:
         fatal = f"/proc/{os.getpid()}/fd/{memory.fileno()}"
         given = {FATAL: fatal, RUN_FOLDER: str(folder_identity(run))}
         given |= {name: value for name, value in wanted.items() if name not in os.environ}

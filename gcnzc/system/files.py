@@ -1,5 +1,6 @@
 """Files: written whole or not at all, and read with errors that name them."""
 
+import ctypes
 import json
 import math
 import os
@@ -12,6 +13,8 @@ from typing import Any
 import numpy
 
 from gcnzc._files import lock, other_process, replacing, write_text
+
+_MFD_CLOEXEC = 1
 
 
 def to_json(value: Mapping[str, Any], indent: int | None = None) -> str:
@@ -124,3 +127,15 @@ def write_array(path: Path, array: numpy.ndarray) -> None:
         # to an open file, NumPy writes by itself, and its error does not say why that failed
         stream: Any = SimpleNamespace(write=file.write)
         numpy.save(stream, array)
+
+
+def create_memory_file(label: str) -> int:
+    """Create an empty anonymous memory file with close-on-exec; return its descriptor."""
+    # some builds of Python have no os.memfd_create, because they were built for an older C library:
+    # https://github.com/astral-sh/uv/issues/15081
+    libc = ctypes.CDLL(None, use_errno=True)
+    file = libc.memfd_create(label.encode(), _MFD_CLOEXEC)
+    if file < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"memfd_create: {os.strerror(error)}")
+    return int(file)

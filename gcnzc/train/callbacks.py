@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gcnzc.exchange import WorkerLost
 from gcnzc.exchange import run as run_algorithm
 from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.train.errors import PeerFailed, StopTraining
@@ -27,19 +28,25 @@ class Callback:
         """
 
     def on_epoch(self, run: Run) -> None:
-        """After the last step of an epoch, before its evaluation; fill `run.line`."""
+        """After the last step of an epoch, before its evaluation; fill `run.line`.
+
+        Its values are numbers, texts, and lists and dicts of these.
+        """
 
     def on_evaluate(self, run: Run) -> None:
         """After an evaluation; `run.scores` are those of `run.evaluated`."""
 
     def on_record(self, run: Run) -> None:
-        """After an epoch, when `run.line` is complete."""
+        """After an epoch, when `run.line` is complete; again if the last epoch is scored later."""
 
     def on_end(self, run: Run) -> None:
         """After the last epoch, or when the run has stopped (`run.stopped`); not after an error."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run restores: tensors and plain values, of the first worker."""
+        """Return what a resumed run restores, of the first worker.
+
+        The values are tensors, numbers, texts, and lists and dicts of these.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -75,6 +82,8 @@ class Hooks:
                 method(run)
             except StopTraining as reason:
                 run.ending = run.ending or reason
+            except WorkerLost:
+                raise  # the others see it, too
             except Exception as error:
                 failure = error
             if event == "on_step" or run.group.world_size == 1:

@@ -50,6 +50,22 @@ def to_bytes(state: Mapping[str, Any]) -> bytes:
     return file.getvalue()
 
 
+def check_values(values: Mapping[str, Any]) -> None:
+    """Check that `load` can read values that callbacks have supplied.
+
+    Raises:
+        TypeError: one has another type.
+    """
+    for name, value in values.items():
+        try:
+            from_bytes(to_bytes({"value": value}))
+        except pickle.UnpicklingError:
+            raise TypeError(
+                f"{name}: a checkpoint can only have tensors, numbers, texts, and lists and dicts "
+                f"of these, not {value!r:.200}\n\nhint: convert other values, such as by float(...)"
+            ) from None
+
+
 def write(path: Path, data: bytes) -> None:
     """Write an archive with its checksum to `path` atomically.
 

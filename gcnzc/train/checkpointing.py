@@ -50,7 +50,7 @@ from gcnzc.train.run_folder import (
 )
 from gcnzc.train.schema import write_schema
 from gcnzc.train.seed_parts import find_parts
-from gcnzc.train.signals import STOP
+from gcnzc.train.signals import SAVE
 from gcnzc.train.state import Run
 from gcnzc.train.values import shown
 
@@ -112,8 +112,8 @@ class Checkpoint(Callback):
 
     def on_step(self, run: Run) -> None:
         """See `Callback`."""
-        if any(run.agreed):
-            self.save(run, waits=run.agreed[STOP])
+        if run.agreed[SAVE]:
+            self.save(run, waits=False)
 
     on_record = on_step
 
@@ -168,6 +168,7 @@ class Checkpoint(Callback):
         callbacks: dict[str, list[Any]] = {}
         for each in self.callbacks:
             callbacks.setdefault(type(each).__qualname__, []).append(each.state_dict())
+        checkpoint.check_values({"states of callbacks": callbacks, "run.line": run.line})
         common = {
             "model": run.model.state_dict(),
             "epoch": run.epoch,

@@ -514,7 +514,7 @@ def _determined(given: Mapping[str, Any]) -> dict[str, Any]:
 def _preset_options(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the options of a preset; a config that is copied, or read from a run, has them all."""
     name = given.get("preset")
-    if name is None or rows(TrainConfig).keys() <= given.keys():
+    if name is None or rows(TrainConfig).keys() <= given.keys() | {"out", "resume", "config"}:
         return {}
     return read_preset(name).options
 

@@ -221,7 +221,7 @@ class Statistics(Callback):
         """See `Callback`: what was exchanged before is of no epoch."""
         self._sent = run.group.ledger.bytes_sent
         self._before = _counts_of(run.optimizer)
-        run.group.pop_request_intervals()
+        self._evaluation_began = time.perf_counter()  # of an epoch that ended before the resume
 
     def on_step(self, run: Run) -> None:
         """See `Callback`."""
@@ -275,10 +275,6 @@ class Statistics(Callback):
         """See `Callback`."""
         seconds = time.perf_counter() - self._evaluation_began
         run.line |= {"evaluate_s": seconds, "evaluation": run.task.evaluator.method}
-
-    def on_record(self, run: Run) -> None:
-        """See `Callback`: waits of the evaluation are of no step."""
-        run.group.pop_request_intervals()
 
     def count_sent(self, run: Run) -> None:
         """Add the bytes that were sent since the last call."""

@@ -69,12 +69,12 @@ class Best(Callback):
             )
         if not run.best or valid > run.best["valid"]:
             run.best = {"epoch": run.epoch, "valid": valid, "scores": run.scores}
-            if run.is_first:
+            # without its rows the model is of no use: the files of the best one before it remain
+            has_rows = run.embeddings is None or run.embeddings.keep_best(run.files, run.epoch)
+            if run.is_first and has_rows:
                 weights = run.evaluated.state_dict()
                 model = {name: value.clone() for name, value in weights.items()}
                 self.best, self.is_written = {**run.best, "model": model}, False
-            if run.embeddings is not None:
-                run.embeddings.keep_best(run.files, run.epoch)
 
     def on_record(self, run: Run) -> None:
         """See `Callback`."""
@@ -139,7 +139,7 @@ class Record(Callback):
         self.record = record.Journal(run.folder / RECORD)
         self.workers = record.Journal(run.folder / WORKERS)
         self.num_lines = len(run.lines)
-        if run.is_first and run.lines:
+        if run.is_first and (run.lines or (run.folder / RECORD).exists()):
             record.rewrite(run.folder / RECORD, run.lines)
             workers = record.read(run.folder / WORKERS)
             record.rewrite(run.folder / WORKERS, workers[: self.num_worker_lines])
@@ -147,7 +147,7 @@ class Record(Callback):
     def on_epoch(self, run: Run) -> None:
         """See `Callback`."""
         workers = self.statistics.workers
-        if len(workers) == 1:
+        if not run.is_first or len(workers) == 1:
             return  # record.jsonl has the same figures
         self.num_worker_lines += len(workers)
         for worker, stats in enumerate(workers):
@@ -164,7 +164,8 @@ class Record(Callback):
                 self.rewrite(run)
             return
         self.num_lines = len(run.lines)
-        self.record.pending += record.to_line(run.line)
+        if run.is_first:
+            self.record.pending += record.to_line(run.line)
         self.write(run)
 
     def on_end(self, run: Run) -> None:
@@ -253,7 +254,7 @@ class Progress(Callback):
     def on_end(self, run: Run) -> None:
         """See `Callback`."""
         self.bar.close()
-        if type(run.stopped) is StopTraining:
+        if isinstance(run.stopped, StopTraining):
             run.reporter.say(str(run.stopped))
 
 

@@ -1,4 +1,4 @@
-"""Read and write the records of a run: JSON lines, launch, lock, machine and versions."""
+"""Read and write the records of a run: JSON lines, and its launch."""
 
 import json
 from collections.abc import Mapping, Sequence

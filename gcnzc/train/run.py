@@ -140,8 +140,8 @@ def train(
     Args:
         config: the options; `data` must be set.
         folder: the run folder, created if needed. With the option `resume` it has the run to
-            resume. Worker 0 reads and writes it; with optimizers that compress or take local steps,
-            every worker also reads and writes its own state in the folder `workers`.
+            resume. Worker 0 reads and writes it; every worker also reads and writes its own state
+            in the folder `checkpoints`.
         reporter: shows the progress; None shows nothing.
         group: the workers that train together; only this process if None.
         launch: identifies the launch of these workers, for example by torchrun; the same on all

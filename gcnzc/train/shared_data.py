@@ -5,7 +5,6 @@ through /proc/PID/fd, see proc(5). No memory can leak if a process is killed: th
 with the last process that maps it.
 """
 
-import ctypes
 import io
 import logging
 import math
@@ -31,13 +30,13 @@ from gcnzc.features.pinning import needs_copy
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.load import load
+from gcnzc.system.files import create_memory_file
 from gcnzc.system.host_memory import available_bytes
 
 T = TypeVar("T")
 
 
 # from linux/memfd.h
-_MFD_CLOEXEC = 1
 
 
 _log = logging.getLogger("gcnzc")
@@ -211,18 +210,6 @@ def _map_memory(handle: _Handle) -> Tensor:
         ) from error
 
 
-def _create_memory_file(label: str) -> int:
-    """Create an empty anonymous memory file with close-on-exec; return its descriptor."""
-    # some builds of Python have no os.memfd_create, because they were built for an older C library:
-    # https://github.com/astral-sh/uv/issues/15081
-    libc = ctypes.CDLL(None, use_errno=True)
-    file = libc.memfd_create(label.encode(), _MFD_CLOEXEC)
-    if file < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"memfd_create: {os.strerror(error)}")
-    return int(file)
-
-
 _Memory: TypeAlias = Callable[[_Handle], Tensor]
 
 
@@ -254,7 +241,7 @@ class _SharedAllocator:
                 f"{num_bytes:,} bytes of shared memory do not fit into the {left:,} bytes that are "
                 "free on this machine\n\nhint: `gcnzc prepare` writes folders that need no copy"
             )
-        file = _create_memory_file("gcnzc")
+        file = create_memory_file("gcnzc")
         os.ftruncate(file, num_bytes)
         memory = torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
         handle = _Handle(os.getpid(), file, os.fstat(file).st_ino)

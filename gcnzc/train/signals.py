@@ -1,4 +1,4 @@
-"""Signals that stop or save a run."""
+"""Signals that stop a run."""
 
 import signal
 import threading

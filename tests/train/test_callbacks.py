@@ -1,5 +1,8 @@
 """Callbacks listen to a run, keep a state, and end it on all workers."""
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 from command_runs import failed
 from processes import results
@@ -42,6 +45,22 @@ class Watch(Callback):
 
 for _name in EVENTS:
     setattr(Watch, _name, lambda self, run, event=_name: self.happened(event, run))
+
+
+@pytest.mark.parametrize("where", ["state", "line"])
+def test_values_that_a_checkpoint_cannot_have_are_refused_when_it_is_written(
+    where, graph, tmp_path
+):
+    class Odd(Callback):
+        def on_epoch(self, run):
+            run.line["odd"] = np.float32(1) if where == "line" else 1.0
+
+        def state_dict(self):
+            return {"odd": Fraction(1, 2)} if where == "state" else {}
+
+    config = TrainConfig(data=graph, **SIZES, checkpoint_every_s=0)
+    with pytest.raises(TypeError, match=f"{where}.*: a checkpoint can only have tensors"):
+        train(config, tmp_path / "run", callbacks=[Odd()])
 
 
 def test_a_callback_receives_the_events_of_a_run(graph, tmp_path):

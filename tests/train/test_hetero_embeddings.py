@@ -1,5 +1,6 @@
 """Embeddings of node types without features: training, resuming, workers and evaluation."""
 
+import errno
 import shutil
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.errors import Interrupted
 from gcnzc.train.evaluation import evaluate
+from gcnzc.train.hetero import embeddings as embeddings_module
 from gcnzc.train.mixed_seed import mixed_seed
 from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
@@ -74,6 +76,24 @@ def test_two_workers_compute_the_result_of_one(config, tmp_path):
     found = embeddings(tmp_path / "two")
     for name, value in embeddings(tmp_path / "one").items():
         np.testing.assert_allclose(found[name], value, atol=1e-3, err_msg=name)
+
+
+def test_a_disk_that_is_full_for_the_rows_of_a_better_model_keeps_the_files_of_the_last_one(
+    config, tmp_path, monkeypatch
+):
+    write_arrays, epochs = embeddings_module.write_arrays, []
+
+    def write(path, arrays, meta):
+        epochs.append(meta["epoch"])
+        if len(epochs) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_arrays(path, arrays, meta)
+
+    monkeypatch.setattr(embeddings_module, "write_arrays", write)
+    result = train(config, tmp_path / "run")
+    assert len(epochs) > 1
+    assert "best-*.npz" in result["unsaved"]
+    assert evaluate(EvaluateConfig(run=tmp_path / "run"))["best_epoch"] == epochs[0] + 1
 
 
 def test_a_lost_file_of_embeddings_is_named(config, embedded, tmp_path):

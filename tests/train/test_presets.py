@@ -1,5 +1,7 @@
 """Presets are the published recipes, and options override them in the documented order."""
 
+import json
+
 import pytest
 
 from gcnzc.cli import main
@@ -45,6 +47,14 @@ def test_options_override_the_file_which_overrides_the_preset(tmp_path):
     # in Python, where a copy keeps all options
     config = TrainConfig(preset=name, hidden=16).replace(fanouts=(1, 2, 3))
     assert (config.run.preset, config.loading.fanouts, config.model.hidden) == (name, (1, 2, 3), 16)
+
+
+def test_a_run_of_a_preset_that_is_gone_keeps_its_options(tmp_path):
+    options = TrainConfig(preset="tuned/cora-gcn").to_dict() | {"preset": "tuned/gone"}
+    (tmp_path / "config.json").write_text(json.dumps(options))
+    _, config = parse(["train", "--config", str(tmp_path / "config.json")])
+    assert config.run.preset == "tuned/gone"
+    assert config.model.hidden == options["hidden"]
 
 
 def test_presets_are_listed_with_scores_and_sources(capsys):

@@ -11,6 +11,7 @@ from training import (
     Stopped,
     Stopping,
     assert_same_run,
+    lines,
     planted,
     saved,
 )
@@ -127,6 +128,7 @@ def test_the_best_model_of_a_run_that_was_killed_before_its_checkpoint_is_kept(g
         result["test_accuracy"],
     )
     assert (tmp_path / "run" / "best.pt").read_bytes() == best
+    assert [each["epoch"] for each in lines(tmp_path / "run")] == list(range(SIZES["epochs"]))
     (tmp_path / "run" / "best.pt").write_bytes(best[:-9])
     listener = Listener()
     assert train(config, tmp_path / "run", listener)["best_epoch"] == result["best_epoch"]

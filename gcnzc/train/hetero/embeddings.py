@@ -83,18 +83,22 @@ class TrainedEmbeddings:
         self.optimizer.weight = weight
         self.optimizer.step()
 
-    def keep_best(self, files: OutputFiles, epoch: int) -> None:
+    def keep_best(self, files: OutputFiles, epoch: int) -> bool:
         """Write the rows of a new best model on worker 0; a collective call.
 
         Args:
             files: reports a file that cannot be written.
             epoch: counted from 0.
+
+        Returns:
+            Whether worker 0 has written them; True on the other workers.
         """
         arrays = {f"{name}/rows": table.rows.numpy() for name, table in self.tables.items()}
         path = best_rows(files.folder, epoch)
         with joint_work(self.group):
-            if self.group.rank == 0:
-                files.attempt("best-*.npz", lambda: write_arrays(path, arrays, {"epoch": epoch}))
+            return self.group.rank != 0 or files.attempt(
+                "best-*.npz", lambda: write_arrays(path, arrays, {"epoch": epoch})
+            )
 
     def load(self, path: Path, remedy: str) -> None:
         """Load the rows and the state of a checkpoint on all workers; a collective call.

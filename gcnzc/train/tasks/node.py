@@ -19,8 +19,6 @@ from gcnzc.train.label_inputs import LabelInputs, append_labels
 from gcnzc.train.node_outputs import Evaluated
 from gcnzc.train.tasks.base import EVALUATED, Scores, broadcast_scores, build_evaluator
 
-# Class weights that balance the classes of the training nodes.
-
 
 def balanced_weights(labels: Tensor, num_classes: int) -> Tensor:
     """Return the weights with which all classes contribute equally to the loss.
