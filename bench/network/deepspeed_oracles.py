@@ -34,7 +34,7 @@ from gcnzc.compress import Compression, Reducer, WorkerInfo
 from gcnzc.compress.reducer import count_not_finite, describe_non_finite
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Group
 from gcnzc.optim import OneBitAdam, OneBitLamb, Replicated
-from gcnzc.optim.communicating import SkipStep
+from gcnzc.optim.method import SkipStep
 from gcnzc.optim.state import Errors, Field, vector
 
 
@@ -149,13 +149,13 @@ class OneBitAdamDeepSpeed(OneBitAdam):
     def update_moments(
         self, here: slice, options: Mapping[str, Any], values: Tensor, *, with_variance: bool
     ) -> None:
-        """See `AdamMethod`."""
+        """See `InactiveElements`."""
         _update_moments(self, here, options, values, with_variance)
 
     def move(
         self, parameter: Tensor, momentum: Tensor, root: Tensor, options: Mapping[str, Any]
     ) -> None:
-        """See `AdamMethod`."""
+        """See `InactiveElements`."""
         update = momentum / root
         if options["weight_decay"]:
             update += options["weight_decay"] * parameter
@@ -168,7 +168,7 @@ class OneBitLambDeepSpeed(OneBitLamb):
     def update_moments(
         self, here: slice, options: Mapping[str, Any], values: Tensor, *, with_variance: bool
     ) -> None:
-        """See `AdamMethod`."""
+        """See `InactiveElements`."""
         _update_moments(self, here, options, values, with_variance)
 
 

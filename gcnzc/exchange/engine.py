@@ -15,7 +15,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from gcnzc.exchange.collectives import Collective
 from gcnzc.exchange.errors import WorkerLost
@@ -47,6 +48,10 @@ from gcnzc.exchange.requests import (
 HEADERS_KEPT = 160
 # tag of the message that ends a rank's waits; no header has this tag
 ABORT_TAG = 2**31 - 1
+
+T = TypeVar("T")
+P = ParamSpec("P")
+Algorithms = Callable[Concatenate[Any, P], Algorithm[T]]
 
 
 @dataclass
@@ -395,3 +400,20 @@ def only_in_background(algorithm: Algorithm[Any]) -> Algorithm[Any]:
             answer, lost = (yield request), None
         except WorkerLost as error:
             lost = error
+
+
+def identify_caller(method: Algorithms[P, T]) -> Algorithms[P, T]:
+    """Decorate an algorithm of an optimizer so that the headers of its requests name the optimizer.
+
+    Otherwise ranks that step several optimizers in different orders would exchange the gradients of
+    different models.
+    """
+
+    @wraps(method)
+    def algorithm(self: Any, /, *args: P.args, **options: P.kwargs) -> Algorithm[T]:
+        before = yield Caller(self.identity)
+        result = yield from method(self, *args, **options)
+        yield Caller(before)
+        return result
+
+    return algorithm

@@ -4,7 +4,6 @@ from gcnzc.optim.a2cid2 import A2CiD2
 from gcnzc.optim.averaged import Averaged
 from gcnzc.optim.backup_workers import BackupWorkers
 from gcnzc.optim.co2 import CO2
-from gcnzc.optim.communicating import LatePhaseWarning
 from gcnzc.optim.ddp import keep_gradients_local
 from gcnzc.optim.decoupled_diloco import DecoupledDiLoCo
 from gcnzc.optim.diloco import DiLoCo
@@ -14,7 +13,7 @@ from gcnzc.optim.embedding.rules import SparseAdagrad, SparseAdam, SparseSGD
 from gcnzc.optim.fedglomo import FedGLOMO
 from gcnzc.optim.local_method import Fragment, LocalMethod, outer_vector
 from gcnzc.optim.local_sgd import LocalSGD
-from gcnzc.optim.method import DistributedOptimizer
+from gcnzc.optim.method import DistributedOptimizer, LatePhaseWarning
 from gcnzc.optim.muloco import MuLoCo
 from gcnzc.optim.muon import Muon
 from gcnzc.optim.one_bit_adam import OneBitAdam

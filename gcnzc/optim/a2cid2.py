@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm, Now, Start, Sum
+from gcnzc.exchange.engine import identify_caller
 from gcnzc.exchange.topology import (
     Edge,
     color_edges,
@@ -36,7 +37,6 @@ from gcnzc.exchange.topology import (
     laplacian,
     maximal_resistance,
 )
-from gcnzc.optim.communicating import identify_caller
 from gcnzc.optim.defaults import MAX_GOSSIP_RATE
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.gossip import GossipGraph

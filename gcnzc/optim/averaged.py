@@ -27,15 +27,15 @@ from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Mean
 from gcnzc.exchange.sync import check_same, group_by_dtype
 from gcnzc.kernels.finite import can_be_squared, mark_large
-from gcnzc.optim.communicating import SkipStep
 from gcnzc.optim.finite_gradients import count_bad_elements, have_finite_gradients
 from gcnzc.optim.flat import FlatParameters, to_device
 from gcnzc.optim.group_options import option_lines, trained_lines
-from gcnzc.optim.method import WrappingOptimizer
+from gcnzc.optim.method import SkipStep
 from gcnzc.optim.options import option
 from gcnzc.optim.resize import GROUPS, check_state_dict, find_holder
 from gcnzc.optim.state import Errors, Field, Inner, View, check_inner_state
 from gcnzc.optim.validation import check_above_zero
+from gcnzc.optim.wrapping import WrappingOptimizer
 from gcnzc.system.arguments import check_choice
 from gcnzc.system.scalars import read_scalars, scalars_like
 

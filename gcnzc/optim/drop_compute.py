@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from gcnzc.exchange import Algorithm
+from gcnzc.exchange.engine import identify_caller
 from gcnzc.optim.averaged import Averaged
-from gcnzc.optim.communicating import identify_caller
 from gcnzc.optim.compute_deadline import CALIBRATION, MAX_DROPPED, ComputeClock, ComputeDeadline
 from gcnzc.optim.options import option
 from gcnzc.optim.state import scalar

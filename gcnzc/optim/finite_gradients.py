@@ -1,15 +1,20 @@
-"""Check whether the gradients and the optimizer state of a rank are finite."""
+"""Check whether the gradients and the optimizer state of a rank are finite; report overflows."""
 
+import inspect
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from gcnzc.kernels.finite import are_finite, can_be_squared, square_limit
 from gcnzc.optim.flat import to_device
 from gcnzc.optim.fully_shard import local
 from gcnzc.system.scalars import read_scalars
+
+_SCALER_STEP = inspect.unwrap(GradScaler.step).__code__
 
 
 def have_finite_gradients(parameters: Iterable[Tensor], factor: float | Tensor = 1.0) -> bool:
@@ -67,3 +72,22 @@ def delete_nonfinite_state(
 
 def _values(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else local(gradient)
+
+
+def report_overflow(optimizer: Optimizer) -> None:
+    """Record an overflow in the GradScaler that is taking this optimizer's step, if there is one.
+
+    A GradScaler lowers its scale only after an overflow on its own rank. All ranks have skipped the
+    step, so all must lower their scales, or the scales diverge. GradScaler gives the optimizer only
+    copies of its flags, and a reference to itself only with a deprecation warning. This function
+    therefore looks it up in the call stack. With a version of torch where it is not found there,
+    the scales may differ; gradients remain correct, because each rank divides by its own scale.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _SCALER_STEP and frame.f_locals.get("optimizer") is optimizer:
+            scaler: GradScaler = frame.f_locals["self"]
+            for found_inf in scaler._found_inf_per_device(optimizer).values():
+                found_inf.fill_(1.0)
+            return
+        frame = frame.f_back

@@ -31,7 +31,7 @@ momenta.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,15 +42,15 @@ from torch.nn import functional
 
 from gcnzc.compress import Compression, Sign
 from gcnzc.compress.registry import check_compression
-from gcnzc.exchange import Algorithm
+from gcnzc.exchange import Algorithm, Group
 from gcnzc.kernels.finite import are_finite, square_limit
-from gcnzc.optim.communicating import SkipStep
 from gcnzc.optim.flat import Segment
+from gcnzc.optim.method import SkipStep
 from gcnzc.optim.options import option
-from gcnzc.optim.replicated import AdamMethod
-from gcnzc.optim.state import OWN, Errors, Field, scalar, vector
+from gcnzc.optim.replicated import Replicated
+from gcnzc.optim.state import OWN, Errors, Field, Kind, scalar, vector
 from gcnzc.optim.validation import check_at_least_zero
-from gcnzc.system.arguments import check_choice
+from gcnzc.system.arguments import check_choice, check_flag
 
 # upper limit of the minimum distance, in steps, between gradient steps that reactivate elements;
 # the minimum distance starts at 1 and doubles
@@ -82,11 +82,23 @@ class SettlingElements:
     """corrected for their bias"""
 
 
-class InactiveElements(AdamMethod):
-    """The base class of methods that exclude inactive elements from a compression.
+class InactiveElements(Replicated):
+    """The base class of methods with Adam's moments that exclude inactive elements from exchanges.
+
+        m <- b1 m + (1 - b1) g     v <- b2 v + (1 - b2) g^2
+        x <- x - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^u)) + eps) + weight_decay x)
+
+    Here t is the number of the step, and u the number of updates of the variance v.
 
     Args:
-        params: see `AdamMethod`.
+        params: see `Replicated`.
+        lr: the learning rate.
+        betas: coefficients of the running averages of the gradient and its square.
+        eps: added to the square root of the variance.
+        weight_decay: coefficient of the decoupled weight decay, as in AdamW.
+        group: see `DistributedOptimizer`.
+        maximize: whether to maximize the objective instead of minimizing it.
+        bias_correction: whether momentum and variance are corrected for their bias.
         compress: compression of the exchanged momenta or updates; signs if None.
         reactivate: "step" or "refresh": whether inactive elements with a gradient cause a
             gradient step.
@@ -94,13 +106,16 @@ class InactiveElements(AdamMethod):
             variance of the active elements of its parameter. With a floor, the variances of a
             parameter are also raised to `NEIGHBOUR_SHARE` of the mean of adjacent elements; 0
             disables both.
-        options: see `AdamMethod`.
+        options: see `Replicated`.
     """
 
+    bias_correction: bool = option(True, check_flag)
     compress: Compression = option(None, check_compression)
     reactivate: str = option("step", partial(check_choice, choices=REACTIVATE_CHOICES))
     variance_floor: float = option(1e-4, check_at_least_zero)
 
+    momentum: Tensor = vector(kind=lambda own: own.momentum_kind, resize="mean")
+    variance: Tensor = vector()
     active: Tensor | None = vector(dtype=torch.bool, is_optional=True)
     """(n,) bool: the elements that are compressed; None for all"""
     settling: Tensor = vector(None, torch.int64)
@@ -123,6 +138,21 @@ class InactiveElements(AdamMethod):
     """the name of the compressed mean in `reducers`"""
     _inactive: Tensor | None
     _slices: list[tuple[Segment, slice]] | None
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        group: Group | None = None,
+        *,
+        maximize: bool = False,
+        **options: Any,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "maximize": maximize}, group, **options)
 
     def configure(self) -> None:
         """See `DistributedOptimizer`."""
@@ -178,6 +208,66 @@ class InactiveElements(AdamMethod):
             else:
                 # the mean over other ranks may be larger than a sum of this one may be
                 self._bound(self.pending_gradients)
+
+    # --- Adam's step
+
+    @property
+    def momentum_kind(self) -> Kind:
+        """Whether the momenta are equal on all ranks now."""
+        return "shared"
+
+    @abstractmethod
+    def num_updates(self, here: slice) -> int | None:
+        """Return the number of updates of the variance of a group's elements.
+
+        None if `variance` is corrected for its bias already.
+        """
+
+    def update_moments(
+        self, here: slice, options: Mapping[str, Any], values: Tensor, *, with_variance: bool
+    ) -> None:
+        """Update a group's momenta with mean gradients (n,), and the variance if wanted."""
+        (beta1, beta2), gradient = options["betas"], values[here]
+        self.momentum[here].lerp_(gradient, 1 - beta1)
+        if with_variance:
+            self.variance[here].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+
+    def step_size(self, options: Mapping[str, Any]) -> float:
+        """Return the learning rate of the next step, with the bias correction of the momentum."""
+        size = float(options["lr"])
+        if self.bias_correction:
+            size /= 1 - options["betas"][0] ** (self.steps + 1)
+        return size
+
+    def write_roots(self, here: slice, options: Mapping[str, Any], out: Tensor) -> None:
+        """Write the denominator of Adam's update, sqrt(V) + eps, of a group's elements."""
+        torch.sqrt(self.variance[here], out=out)
+        if self.bias_correction and (count := self.num_updates(here)) is not None:
+            out /= (1 - options["betas"][1] ** count) ** 0.5
+        out += options["eps"]
+
+    def move_parameters(self, work: Tensor, end: int | None = None) -> None:
+        """Take Adam's step with the first `end` elements, by default all; `work` is overwritten."""
+        end = self.flat.num_elements if end is None else end
+        for here, options in self.flat.slices():
+            if here.stop <= end:
+                self.write_roots(here, options, work[here])
+        for segment in self.trained():
+            if segment.here.stop <= end:
+                shape, options = segment.parameter.shape, segment.options
+                momentum = self.momentum[segment.here].view(shape)
+                self.move(segment.parameter, momentum, work[segment.here].view(shape), options)
+
+    def move(
+        self, parameter: Tensor, momentum: Tensor, root: Tensor, options: Mapping[str, Any]
+    ) -> None:
+        """Take Adam's step with one parameter."""
+        size = self.step_size(options)
+        parameter.mul_(1 - float(options["lr"]) * options["weight_decay"])
+        if parameter.dtype == momentum.dtype:
+            parameter.addcdiv_(momentum, root, value=-size)
+        else:
+            parameter -= (momentum / root * size).to(parameter.dtype)
 
     # --- exchanges
 

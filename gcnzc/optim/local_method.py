@@ -25,12 +25,10 @@ from torch.optim import Optimizer
 from gcnzc.compress import Compression, Dense, Reducer
 from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, Start, Sum, Wait
-from gcnzc.exchange.engine import check_kind
+from gcnzc.exchange.engine import check_kind, identify_caller
 from gcnzc.kernels.finite import can_be_squared
-from gcnzc.optim.communicating import identify_caller
 from gcnzc.optim.finite_gradients import delete_nonfinite_state, have_finite_gradients
 from gcnzc.optim.fully_shard import holds_on_all_shards
-from gcnzc.optim.method import WrappingOptimizer
 from gcnzc.optim.options import option
 from gcnzc.optim.resize import shard_bounds
 from gcnzc.optim.sharded import Sharded, gather_shards, padded_size
@@ -48,6 +46,7 @@ from gcnzc.optim.state import (
 )
 from gcnzc.optim.sync_interval import MAX_OVERLAP_SHARE, MAX_SHARE, Clocks, SyncInterval
 from gcnzc.optim.validation import check_above_zero
+from gcnzc.optim.wrapping import WrappingOptimizer
 from gcnzc.system.arguments import check_flag
 from gcnzc.system.scalars import scalars_like
 

@@ -1,4 +1,4 @@
-"""The base class of optimizers whose `step` communicates with the other ranks.
+"""The base classes of optimizers whose `step` communicates with the other ranks.
 
 What all of them do is here, so that a method has only its algorithm: broadcast rank 0's parameters
 at the start, send signals and compare options inside the exchanges, skip a step on all ranks,
@@ -12,20 +12,20 @@ which are flags such as a request to stop.
 import inspect
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, ClassVar, TypeVar
-from weakref import WeakKeyDictionary, ref
+from typing import Any, ClassVar, TypeVar, overload
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gcnzc.compress import Reducer, WorkerInfo
 from gcnzc.exchange import Algorithm, Caller, Group, RequestMismatch, WorkerLost, current_group, run
+from gcnzc.exchange.engine import identify_caller
 from gcnzc.exchange.sync import (
     broadcast,
     check_same,
@@ -34,14 +34,9 @@ from gcnzc.exchange.sync import (
     synchronize_buffers,
 )
 from gcnzc.optim.checksums import Checksums
-from gcnzc.optim.communicating import (
-    CommunicatingOptimizer,
-    LatePhaseWarning,
-    SkipStep,
-    identify_caller,
-)
 from gcnzc.optim.ddp import check_no_average, find_ddp
 from gcnzc.optim.defaults import LATE_SHARE, LATE_STEPS
+from gcnzc.optim.finite_gradients import report_overflow
 from gcnzc.optim.flat import FlatParameters
 from gcnzc.optim.fully_shard import find_peers, local, shard_name
 from gcnzc.optim.group_options import (
@@ -49,6 +44,7 @@ from gcnzc.optim.group_options import (
     OPTIMIZER,
     Comparison,
     find_difference_by_store,
+    option_key,
     option_lines,
 )
 from gcnzc.optim.options import declared_options, option, set_options, signature_of
@@ -67,9 +63,9 @@ from gcnzc.optim.state import (
     scalar,
 )
 from gcnzc.optim.validation import (
+    check_at_least_zero,
     check_count,
     check_group,
-    check_inner,
     check_module,
     check_options,
     check_parameters,
@@ -79,7 +75,127 @@ from gcnzc.system.arguments import check_flag
 T = TypeVar("T")
 
 NO_PARAMETER = ("no such parameter", "no such parameter")
-_SCALER_STEP = inspect.unwrap(GradScaler.step).__code__
+
+
+class LatePhaseWarning(UserWarning):
+    """A phase of an optimizer, such as compression or local steps, begins late in the run or never.
+
+    Rank 0 warns. `warnings.simplefilter("ignore", gcnzc.optim.LatePhaseWarning)` silences it.
+    """
+
+
+class SkipStep(Exception):
+    """Raised on all ranks by an exchange that must not be used; its text is the reason."""
+
+
+class CommunicatingOptimizer(Optimizer):
+    """The base class of optimizers of torch whose `step` communicates with the other ranks.
+
+    The communication is an `Algorithm`, a generator of requests, such as collectives. `step` runs
+    it with torch.distributed; `gcnzc.exchange.lockstep` runs the algorithms of all ranks in one
+    process, as a simulation.
+    """
+
+    group: Group
+    """the ranks that communicate"""
+    identity: str
+    """`name`, and the number of this optimizer among those of `group`; copies have the same"""
+    checked_options = ""
+    """the `option_key` of options that were checked; empty to check them in each step"""
+    _weight = 1.0
+
+    @property
+    def name(self) -> str:
+        """The name of the type of optimizer, in messages, states and headers of requests."""
+        return type(self).__name__
+
+    @property
+    def weight(self) -> float:
+        """The factor of this rank's gradients in means and in local steps.
+
+        `step` does not reset it. If batch sizes differ between ranks, set it before each `step` to
+        this rank's number of samples divided by the mean number over the ranks. The mean of the
+        weights should be 1, because means divide by the number of ranks. Means of parameters are
+        not weighted.
+
+        Raises:
+            ValueError: it is set to anything but a finite number of at least 0.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, value: float) -> None:
+        check_at_least_zero("weight", value)
+        self._weight = float(value)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take an optimizer step, and communicate with the other ranks if an exchange is due.
+
+        Args:
+            closure: evaluates the model again and returns the loss; called once if given.
+
+        Returns:
+            The closure's loss; None without a closure.
+
+        Raises:
+            WorkerLost: another rank did not respond in time, or its process has ended.
+            ValueError: one of
+
+                - Options, numbers of steps, loaded states, parameters or tables differ between
+                  ranks; raised on all ranks. Each exchange of a `DistributedOptimizer` detects a
+                  difference with a probability of 1/2. Its next exchange always detects different
+                  `requires_grad`, and states of different steps, or loaded on some ranks only;
+                  states of the same step are not compared. Options in GPU tensors are compared in
+                  every 100th exchange only. Checksums of the parameters that must be equal are
+                  computed about every 100 exchanges. A `RowOptimizer` compares options and numbers
+                  of steps in each step, and some rows before the first step.
+                - An option of a parameter group is out of its range; raised by this rank before it
+                  communicates.
+                - The step failed, and the shape, dtype or device of a parameter has changed; raised
+                  by this rank only.
+                - DistributedDataParallel has averaged the gradients; see `keep_gradients_local`.
+            RequestMismatch: the ranks' collectives or messages differ; raised on all ranks.
+            IndexError: a gather of rows on a GPU used an id outside the table.
+        """
+        key = option_key(self.param_groups)
+        if not key or key != self.checked_options:
+            # a scheduler, or the caller, has changed them
+            for number, group in enumerate(self.param_groups):
+                where = f" of parameter group {number}"
+                check_options(group, self.defaults, where, with_gpu=False)
+            self.checked_options = key
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.communicate()
+        return loss
+
+    def communicate(self) -> None:
+        """Run `algorithm`; `step` calls it."""
+        run(self.algorithm(), self.group)
+
+    @abstractmethod
+    def algorithm(self) -> Algorithm[None]:
+        """Return the communication and computation of `step`, which `step` and `lockstep` run."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes that are copied and pickled.
+
+        These are all except hooks, and the wrapper that a scheduler puts around `step`. A copy
+        communicates through the same group. Before unpickling an optimizer of several ranks,
+        initialize torch.distributed with the same ranks; otherwise the first `step` that exchanges
+        raises a RuntimeError.
+        """
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name != "step" and not name.startswith(("_optimizer_", "_zero_grad"))
+        }
 
 
 class DistributedOptimizer(CommunicatingOptimizer):
@@ -771,85 +887,3 @@ class DistributedOptimizer(CommunicatingOptimizer):
         The state of an inner optimizer does not count.
         """
         return self.declared.num_bytes
-
-
-class WrappingOptimizer(DistributedOptimizer):
-    """The base class of methods around an optimizer of torch, which updates the parameters.
-
-    The wrapper shares the inner optimizer's parameter groups and state, so learning rate schedulers
-    work.
-
-    Args:
-        inner: the optimizer of torch.
-        group: see `DistributedOptimizer`.
-        options: see `DistributedOptimizer`.
-
-    Raises:
-        TypeError: the inner optimizer communicates itself or needs a closure.
-    """
-
-    def __init__(self, inner: Optimizer, group: Group | None = None, **options: Any) -> None:
-        check_inner(self.name, inner)
-        self.inner = inner
-        super().__init__(inner.param_groups, inner.defaults, group, **options)
-
-    def start(self) -> None:
-        """See `DistributedOptimizer`."""
-        self.follow_inner()
-        super().start()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """See `DistributedOptimizer`; a copy of the inner optimizer has no hooks."""
-        super().__setstate__(state)
-        self.follow_inner()
-
-    def follow_inner(self) -> None:
-        """Share the inner optimizer's parameter groups and state, also after it loads a state."""
-        own = ref(self)
-
-        def share(inner: Optimizer) -> None:
-            if (wrapper := own()) is not None:
-                wrapper.share_inner_state()
-
-        # a load replaces them, and the caller may load a state into the inner optimizer at any time
-        self.inner.register_load_state_dict_post_hook(share)
-        self.share_inner_state()
-
-    def share_inner_state(self) -> None:
-        """Share the current parameter groups and state of the inner optimizer."""
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        self.fill_state()
-
-    def on_load(self) -> None:
-        """See `DistributedOptimizer`; optimizers of other libraries may not call hooks."""
-        self.share_inner_state()
-
-    def compared_options(self) -> dict[str, Any]:
-        """See `DistributedOptimizer`; includes the class of the inner optimizer."""
-        return super().compared_options() | {"inner": type(self.inner).__name__}
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters."""
-        self.inner.zero_grad(set_to_none)
-
-    def __repr__(self) -> str:
-        return f"{self.describe_options()} of {self.inner!r}, workers={self.group.world_size}"
-
-
-def report_overflow(optimizer: Optimizer) -> None:
-    """Record an overflow in the GradScaler that is taking this optimizer's step, if there is one.
-
-    A GradScaler lowers its scale only after an overflow on its own rank. All ranks have skipped the
-    step, so all must lower their scales, or the scales diverge. GradScaler gives the optimizer only
-    copies of its flags, and a reference to itself only with a deprecation warning. This function
-    therefore looks it up in the call stack. With a version of torch where it is not found there,
-    the scales may differ; gradients remain correct, because each rank divides by its own scale.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is _SCALER_STEP and frame.f_locals.get("optimizer") is optimizer:
-            scaler: GradScaler = frame.f_locals["self"]
-            for found_inf in scaler._found_inf_per_device(optimizer).values():
-                found_inf.fill_(1.0)
-            return
-        frame = frame.f_back

@@ -135,7 +135,7 @@ class OneBitAdam(InactiveElements):
         return self.frozen_at
 
     def num_updates(self, here: slice) -> int | None:
-        """See `AdamMethod`; the freeze corrects the bias."""
+        """See `InactiveElements`; the freeze corrects the bias."""
         return None if self._is_variance_frozen(here) else self.steps + 1
 
     def _is_variance_frozen(self, here: slice) -> bool:

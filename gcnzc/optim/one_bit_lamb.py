@@ -185,7 +185,7 @@ class OneBitLamb(OneBitAdam):
         scaling.copy_(known, non_blocking=True)
 
     def move_parameters(self, work: Tensor, end: int | None = None) -> None:
-        """See `AdamMethod`: compute each tensor's update in `work`, scale it, and take it."""
+        """See `InactiveElements`: compute each tensor's update in `work`, scale it, and take it."""
         segments, had_gradient = self.flat.segments, self.had_gradient.tolist()
         tile, floors = work.new_empty(self.flat.tile_elements), self._variance_floors()
         measured = [

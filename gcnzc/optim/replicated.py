@@ -8,7 +8,7 @@ numbers that are exchanged with a vector, such as signals.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,11 @@ from gcnzc.compress import Compression, Dense
 from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, AllGather, Group
 from gcnzc.kernels.finite import mark_large, square_limit
-from gcnzc.optim.communicating import SkipStep
 from gcnzc.optim.flat import Segment
-from gcnzc.optim.method import DistributedOptimizer
+from gcnzc.optim.method import DistributedOptimizer, SkipStep
 from gcnzc.optim.options import option
-from gcnzc.optim.state import Errors, Field, Kind, vector
+from gcnzc.optim.state import Errors, Field, vector
 from gcnzc.optim.validation import check_above_zero
-from gcnzc.system.arguments import check_flag
 from gcnzc.system.scalars import scalars_like
 
 
@@ -200,102 +198,3 @@ class Replicated(DistributedOptimizer):
         for segment, had in zip(self.flat.segments, self.had_gradient.tolist(), strict=True):
             if had:
                 yield segment
-
-
-class AdamMethod(Replicated):
-    """The base class of gradient methods with Adam's momentum and variance.
-
-        m <- b1 m + (1 - b1) g     v <- b2 v + (1 - b2) g^2
-        x <- x - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^u)) + eps) + weight_decay x)
-
-    Here t is the number of the step, and u the number of updates of the variance v.
-
-    Args:
-        params: see `Replicated`.
-        lr: the learning rate.
-        betas: coefficients of the running averages of the gradient and its square.
-        eps: added to the square root of the variance.
-        weight_decay: coefficient of the decoupled weight decay, as in AdamW.
-        group: see `DistributedOptimizer`.
-        maximize: whether to maximize the objective instead of minimizing it.
-        bias_correction: whether momentum and variance are corrected for their bias.
-        options: see `Replicated`.
-    """
-
-    bias_correction: bool = option(True, check_flag)
-
-    momentum: Tensor = vector(kind=lambda own: own.momentum_kind, resize="mean")
-    variance: Tensor = vector()
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        group: Group | None = None,
-        *,
-        maximize: bool = False,
-        **options: Any,
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "maximize": maximize}, group, **options)
-
-    @property
-    def momentum_kind(self) -> Kind:
-        """Whether the momenta are equal on all ranks now."""
-        return "shared"
-
-    @abstractmethod
-    def num_updates(self, here: slice) -> int | None:
-        """Return the number of updates of the variance of a group's elements.
-
-        None if `variance` is corrected for its bias already.
-        """
-
-    def update_moments(
-        self, here: slice, options: Mapping[str, Any], values: Tensor, *, with_variance: bool
-    ) -> None:
-        """Update a group's momenta with mean gradients (n,), and the variance if wanted."""
-        (beta1, beta2), gradient = options["betas"], values[here]
-        self.momentum[here].lerp_(gradient, 1 - beta1)
-        if with_variance:
-            self.variance[here].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-
-    def step_size(self, options: Mapping[str, Any]) -> float:
-        """Return the learning rate of the next step, with the bias correction of the momentum."""
-        size = float(options["lr"])
-        if self.bias_correction:
-            size /= 1 - options["betas"][0] ** (self.steps + 1)
-        return size
-
-    def write_roots(self, here: slice, options: Mapping[str, Any], out: Tensor) -> None:
-        """Write the denominator of Adam's update, sqrt(V) + eps, of a group's elements."""
-        torch.sqrt(self.variance[here], out=out)
-        if self.bias_correction and (count := self.num_updates(here)) is not None:
-            out /= (1 - options["betas"][1] ** count) ** 0.5
-        out += options["eps"]
-
-    def move_parameters(self, work: Tensor, end: int | None = None) -> None:
-        """Take Adam's step with the first `end` elements, by default all; `work` is overwritten."""
-        end = self.flat.num_elements if end is None else end
-        for here, options in self.flat.slices():
-            if here.stop <= end:
-                self.write_roots(here, options, work[here])
-        for segment in self.trained():
-            if segment.here.stop <= end:
-                shape, options = segment.parameter.shape, segment.options
-                momentum = self.momentum[segment.here].view(shape)
-                self.move(segment.parameter, momentum, work[segment.here].view(shape), options)
-
-    def move(
-        self, parameter: Tensor, momentum: Tensor, root: Tensor, options: Mapping[str, Any]
-    ) -> None:
-        """Take Adam's step with one parameter."""
-        size = self.step_size(options)
-        parameter.mul_(1 - float(options["lr"]) * options["weight_decay"])
-        if parameter.dtype == momentum.dtype:
-            parameter.addcdiv_(momentum, root, value=-size)
-        else:
-            parameter -= (momentum / root * size).to(parameter.dtype)

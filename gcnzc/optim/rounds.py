@@ -32,10 +32,10 @@ from gcnzc.exchange import (
     Wait,
     WaitForKey,
 )
+from gcnzc.exchange.engine import identify_caller
 from gcnzc.exchange.sync import all_gather_text, find_difference
 from gcnzc.exchange.topology import Edge
 from gcnzc.kernels.finite import can_be_squared
-from gcnzc.optim.communicating import identify_caller
 from gcnzc.optim.control import PartialExchanges, namespace
 from gcnzc.optim.group_options import HINTS
 from gcnzc.optim.options import option

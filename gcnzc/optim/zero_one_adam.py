@@ -35,10 +35,11 @@ from torch import Tensor
 
 from gcnzc.compress import Dense
 from gcnzc.exchange import Algorithm, run
+from gcnzc.exchange.engine import identify_caller
 from gcnzc.kernels.finite import are_finite
-from gcnzc.optim.communicating import SkipStep, identify_caller
 from gcnzc.optim.defaults import WARMUP_STEPS, warmup_steps
 from gcnzc.optim.inactive import InactiveElements, SettlingElements
+from gcnzc.optim.method import SkipStep
 from gcnzc.optim.options import option
 from gcnzc.optim.state import OWN, Kind, scalar, vector
 from gcnzc.optim.validation import check_count
@@ -205,7 +206,7 @@ class ZeroOneAdam(InactiveElements):
 
     @property
     def momentum_kind(self) -> Kind:
-        """See `AdamMethod`."""
+        """See `InactiveElements`."""
         return "shared" if self.anchor is None else "local"
 
     @property
@@ -224,7 +225,7 @@ class ZeroOneAdam(InactiveElements):
         return self.num_variance_updates
 
     def num_updates(self, here: slice) -> int | None:
-        """See `AdamMethod`."""
+        """See `InactiveElements`."""
         is_compressed = here.start >= self.flat.num_uncompressed
         return self.num_variance_updates if is_compressed else self.steps + 1
 

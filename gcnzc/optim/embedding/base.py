@@ -17,9 +17,9 @@ from gcnzc.compress.reducer import describe_non_finite
 from gcnzc.exchange import Algorithm, Caller, Group, current_group
 from gcnzc.exchange.engine import hash_lines
 from gcnzc.exchange.sync import check_same
-from gcnzc.optim.communicating import CommunicatingOptimizer
 from gcnzc.optim.embedding.row_exchange import RowGradients, exchange_counts, mean_of_rows
 from gcnzc.optim.group_options import OPTIMIZER, STEPS, option_lines
+from gcnzc.optim.method import CommunicatingOptimizer
 from gcnzc.optim.validation import check_group, check_options
 from gcnzc.system.arguments import THREADS_LIMIT, check_integer, describe
 from gcnzc.system.array_file import read_arrays, read_meta, write_arrays
