@@ -360,9 +360,9 @@ def _check_labels_and_parts(path: Path, labels: Array | None, parts: Any) -> Non
     """Check that there are both labels and parts, or neither."""
     if (labels is None) == (parts is None):
         return
-    missing, key = ("labels", "label") if labels is None else ("parts", "split")
+    missing, key = ("labels", "label") if labels is None else ("split", "split")
     raise ValueError(
         f"{path}: the nodes have no {missing}\n\n"
-        f"hint: {key} in [nodes] names the column; training needs labels and parts, and a graph "
-        "with neither serves for predictions"
+        f"hint: {key} in [nodes] names the column; training needs labels and a split, with the "
+        "values train, valid and test, and a graph with neither serves for predictions"
     )

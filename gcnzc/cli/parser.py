@@ -253,7 +253,7 @@ def _metavar(row: Row) -> str:
     if words:
         return "{" + ",".join(words) + "}"
     if get_origin(row.kind) is tuple:
-        return "N,N,..."
+        return "N,N,..." if int in kinds else "NAME,NAME,..."
     return METAVARS[kinds[0]]
 
 

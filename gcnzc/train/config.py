@@ -357,7 +357,8 @@ class RunOptions(Options):
     keep: int = option(1, least=1, common=False, free=True)
     """number of the last checkpoints to keep, from each of which the run can be resumed"""
     callback: tuple[str, ...] = option((), common=False, free=True)
-    """classes of callbacks, as module:name separated by commas; see `gcnzc.train.Callback`"""
+    """classes of callbacks, as module:name, such as watch:Early of watch.py in this folder; see
+    docs/howto/callbacks.md"""
     trace: int = option(0, least=0, common=False, free=True)
     """steps after the first ten to show in a timeline; 0: no timeline"""
 

@@ -257,7 +257,7 @@ def test_classes_have_the_order_that_is_given(tmp_path):
         ({"options": OPTIONS.replace('"x*"', '"kind"')}, "the column 'kind' is not a feature"),
         ({"options": OPTIONS.replace('"x*"', '"note"')}, "line 2, column 'note': 'a\\\\nnote' is"),
         ({"options": OPTIONS.replace('label = "kind"', 'label = "part"')}, "'part' has two roles"),
-        ({"options": OPTIONS.replace('split = "part"\n', "")}, "the nodes have no parts"),
+        ({"options": OPTIONS.replace('split = "part"\n', "")}, "the nodes have no split"),
         (
             {
                 "options": OPTIONS.replace('split = "part"\n', ""),
