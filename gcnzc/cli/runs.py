@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from gcnzc.cli import builtin_graph, launch
-from gcnzc.cli.commands.train import load_callbacks, summary_lines
+from gcnzc.cli.commands.train import summary_lines
 from gcnzc.cli.errors import DEBUG, FAILED, terminable
 from gcnzc.cli.output import print_json, result_lines_to_stderr
 from gcnzc.kernels.compilation import report_compilation
@@ -50,8 +50,7 @@ def _train_several(config: TrainConfig, reporter: Reporter, runner: Any) -> int:
 
 def _in_this_process(reporter: Reporter) -> TrainOne:
     def train_one(config: TrainConfig, run: Path) -> Mapping[str, Any]:
-        callbacks = load_callbacks(config.run.callback)
-        result = train_run.train(config, run, reporter, callbacks=callbacks)
+        result = train_run.train(config, run, reporter)
         for line in summary_lines(result, run):
             reporter.say(line)
         return result

@@ -1,6 +1,9 @@
 """Callbacks: what a run does besides training and evaluation, in `gcnzc.train.loop`."""
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from gcnzc.exchange import WorkerLost
@@ -51,6 +54,31 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state, on all workers, before `on_start`."""
+
+
+def load_callbacks(names: Sequence[str]) -> list[Callback]:
+    """Import and build the callbacks of --callback; modules may be in the current folder.
+
+    Raises:
+        ValueError: there is no such module or class, or it is no callback.
+    """
+    found: list[Callback] = []
+    if names and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for name in names:
+        module, _, attribute = name.partition(":")
+        try:
+            kind = getattr(import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            remedy = "a module of the current folder or an installed one, as in watch:Watch"
+            raise ValueError(f"--callback {name}: {error}\n\nhint: name {remedy}") from error
+        found.append(kind() if isinstance(kind, type) else kind)
+        if not isinstance(found[-1], Callback):
+            raise ValueError(
+                f"--callback {name} is no callback\n\n"
+                "hint: name a subclass of gcnzc.train.Callback, or an object of one"
+            )
+    return found
 
 
 EVENTS = [name for name in vars(Callback) if name.startswith("on_")]

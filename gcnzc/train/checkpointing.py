@@ -167,7 +167,7 @@ class Checkpoint(Callback):
             own["buffers"] = flat_buffers(run.model).cpu()
         callbacks: dict[str, list[Any]] = {}
         for each in self.callbacks:
-            callbacks.setdefault(type(each).__qualname__, []).append(each.state_dict())
+            callbacks.setdefault(_class_name(each), []).append(each.state_dict())
         checkpoint.check_values({"states of callbacks": callbacks, "run.line": run.line})
         common = {
             "model": run.model.state_dict(),
@@ -343,7 +343,7 @@ class Checkpoint(Callback):
         run.epoch, run.in_epoch = state["epoch"], state["in_epoch"]
         run.best, run.lines = state["best"], state["lines"]
         for each in self.callbacks:  # of a resumed run, they may be others
-            if found := state["callbacks"].get(type(each).__qualname__):
+            if found := state["callbacks"].get(_class_name(each)):
                 each.load_state_dict(found.pop(0))
         if is_same or run.is_first:
             # if the number of workers has changed, the first worker has the sums
@@ -358,6 +358,10 @@ class Checkpoint(Callback):
             position = run.epoch, run.loader.shares.seeds_done
             torch.manual_seed(mixed_seed(run.config.loading.seed, rank + 1, world_size, *position))
         run.reporter.say(_format_resumed(run))
+
+
+def _class_name(callback: Callback) -> str:
+    return f"{type(callback).__module__}.{type(callback).__qualname__}"
 
 
 def check_resumed_options(config: TrainConfig, options: Mapping[str, Any], folder: Any) -> None:

@@ -70,21 +70,20 @@ def repeat(
     """Train with each seed by calling `train_one`; see `train_runs`."""
     if config.graph.data is None:
         raise ValueError("train: no data\n\nhint: give the folder of a graph")
+    seeds = [config.loading.seed + number for number in range(config.training.runs)]
     # the largest seed is checked before the first run
-    config.replace(
-        runs=1, seed=config.loading.seed + config.training.runs - 1, out=None, resume=None
-    )
+    config.replace(runs=1, seed=seeds[-1], out=None, resume=None)
     if config.run.resume:
         _check_resumed(config, folder)
     else:
         folder.mkdir(parents=True, exist_ok=True)
     with files.locked_folder(folder):
         if not config.run.resume:
-            check_free_folder(folder)
+            for each in (folder, *(folder_of_seed(folder, seed) for seed in seeds)):
+                check_free_folder(each)
         files.write_json(folder / RUNS, config.replace(out=None, resume=None).to_dict())
         results = []
-        for number in range(config.training.runs):
-            seed = config.loading.seed + number
+        for number, seed in enumerate(seeds):
             reporter.say(f"run {number + 1} of {config.training.runs}, seed {seed}")
             results.append(_train_seed(config, folder, seed, train_one))
         line = summarize(folder, results)

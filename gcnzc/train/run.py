@@ -35,7 +35,7 @@ from gcnzc.train.build import (
     format_one_worker_warning,
     format_warmup_warning,
 )
-from gcnzc.train.callbacks import Callback
+from gcnzc.train.callbacks import Callback, load_callbacks
 from gcnzc.train.checkpointing import Checkpoint
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import Statistics
@@ -147,7 +147,8 @@ def train(
         launch: identifies the launch of these workers, for example by torchrun; the same on all
             workers. If the same launch started the run in `folder`, the launcher has restarted the
             workers, and they resume that run.
-        callbacks: called on each worker, after those that each run has; see `Callback`.
+        callbacks: called on each worker, after those that each run has and those of the option
+            `callback`; see `Callback`.
 
     Returns:
         The result that `gcnzc train` prints, such as scores, seconds per epoch, and bytes gathered
@@ -166,6 +167,7 @@ def train(
     began, alone = time.perf_counter(), group is None
     reporter, group = reporter or NullReporter(), group or Group()
     _check(config, group, alone)
+    callbacks = [*load_callbacks(config.run.callback), *callbacks]
     for message in unread(config, rows(TrainConfig)):
         reporter.say(f"warning: {message}".replace("\n\nhint: ", "; "))
     with ExitStack() as stack:

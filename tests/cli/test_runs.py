@@ -83,10 +83,12 @@ def test_folders_and_options_that_do_not_fit_several_runs(graph, tmp_path, capsy
     train(capsys, *words, "--runs", 2, "--out", out)
     train(capsys, *words, "--out", single)
     shutil.copytree(graph, tmp_path / "graph")
+    shutil.copytree(single, tmp_path / "other" / "seed-1")
     for given, expected in (
         ([*words, "--runs", 2, "--out", out], "already has runs"),
         ([*words, "--runs", 2, "--out", single], "already has a run"),
         ([*words, "--out", out], "already has runs"),
+        ([*words, "--runs", 2, "--out", tmp_path / "other"], "seed-1 already has a run"),
         ([*words, "--runs", 2, "--out", tmp_path / "graph"], "has a prepared graph"),
         (["--resume", out, "--runs", 1], "has several runs"),
         (["--resume", single, "--runs", 2], "no runs in"),

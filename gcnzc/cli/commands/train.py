@@ -1,10 +1,7 @@
 """The command that trains."""
 
-import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ from gcnzc.exchange.long_work import joint_work
 from gcnzc.exchange.sync import broadcast_bytes
 from gcnzc.train import run as train_run
 from gcnzc.train import run_folder
-from gcnzc.train.callbacks import Callback
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import format_rate
 from gcnzc.train.output_files import Unsaved, format_unsaved_error
@@ -58,39 +54,13 @@ def _chosen_folder(config: TrainConfig, group: Group, started_by: Launch | None)
         yield Path(run(broadcast_bytes(chosen, group.rank), group).decode())
 
 
-def load_callbacks(names: Sequence[str]) -> list[Callback]:
-    """Import and build the callbacks of --callback; modules may be in the current folder.
-
-    Raises:
-        ValueError: there is no such module or class, or it is no callback.
-    """
-    found: list[Callback] = []
-    if names and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    for name in names:
-        module, _, attribute = name.partition(":")
-        try:
-            kind = getattr(import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            remedy = "a module of the current folder or an installed one, as in watch:Watch"
-            raise ValueError(f"--callback {name}: {error}\n\nhint: name {remedy}") from error
-        found.append(kind() if isinstance(kind, type) else kind)
-        if not isinstance(found[-1], Callback):
-            raise ValueError(
-                f"--callback {name} is no callback\n\n"
-                "hint: name a subclass of gcnzc.train.Callback, or an object of one"
-            )
-    return found
-
-
 def train_command(config: TrainConfig, reporter: Reporter, group: Group | None = None) -> None:
     """`gcnzc train`."""
     workers = group or Group()
     path, started_by = _find_data_and_launch(config, reporter, workers)
     config = config.replace(data=path)
     with _chosen_folder(config, workers, started_by) as folder:
-        callbacks = load_callbacks(config.run.callback)
-        result = train_run.train(config, folder, reporter, group, started_by, callbacks)
+        result = train_run.train(config, folder, reporter, group, started_by)
     if group is not None and group.rank:
         return
     for line in summary_lines(result, folder):
