@@ -32,7 +32,7 @@ from gcnzc.exchange import Group
 from gcnzc.train import train
 from gcnzc.train.config import TrainConfig
 
-MODULE = "bench.network.reading"
+MODULE, PACKAGE = "bench.network.reading", Path(gcnzc.__file__).parent
 WORKERS, STEPS = 2, 12
 # each of them exchanges in the last step
 METHODS: dict[str, Callable[[Any, Group], optim.DistributedOptimizer]] = {
@@ -69,13 +69,8 @@ def read_step(group: Group, task: Line) -> Iterator[Line]:
 
 
 def describe(paths: Sequence[Path], kind: type) -> Line:
-    """Return the sizes and names of those files that are gcnzc's, and the classes above a class."""
-    package = Path(gcnzc.__file__).parent
-    texts = {
-        path.relative_to(package).as_posix(): path.read_text()
-        for path in paths
-        if path.is_relative_to(package)
-    }
+    """Return the sizes and names of files of gcnzc, and the classes above a class."""
+    texts = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in paths}
     classes = [f"{each.__module__}.{each.__name__}" for each in kind.__mro__[1:]]
     classes = [name for name in classes if name.startswith("gcnzc.")]
     return {
@@ -95,7 +90,7 @@ def compute_gradients(model: nn.Module) -> None:
 
 
 def files_entered_by(function: Callable[[], object], kind: type = object) -> list[Path]:
-    """Return the files of the functions with an argument of a class that a call enters.
+    """Return gcnzc's files with functions that a call enters with an argument of a class.
 
     Only Python functions in this thread count; by default those without arguments do as well.
     """
@@ -114,7 +109,7 @@ def files_entered_by(function: Callable[[], object], kind: type = object) -> lis
         function()
     finally:
         sys.setprofile(None)
-    return sorted(entered)
+    return sorted(path for path in entered if path.is_relative_to(PACKAGE))
 
 
 def count_code(text: str) -> int:
