@@ -208,10 +208,7 @@ def build_parser(command: str, shows_all: bool) -> Parser:
         for row in members:
             text = describe(row) if shows_all or row.common else argparse.SUPPRESS
             _add(section, row, text)
-    names = [*rows(kind).values()]
-    parser.flags = [
-        row.flag if row.default is not True else f"--no-{row.flag[2:]}" for row in names
-    ]
+    parser.flags = [row.flag if row.default is not True else f"--no-{row.flag[2:]}" for row in own]
     section = parser.add_argument_group("help")
     section.add_argument("-h", "--help", action="help", help="list the common options")
     if not all(row.common for row in own):

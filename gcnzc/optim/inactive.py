@@ -25,6 +25,8 @@ gradients of a bias before batch normalization are rounding errors. Because they
 compression errors are as large as those of its neighbours, so its variances are raised to
 `NEIGHBOUR_SHARE` of the mean of adjacent elements.
 
+The base class of these methods also has Adam's moments and step, which they share.
+
 Notation: n elements, the first d of them in groups with `compress=False`, which are never inactive;
 P parameters, s settling elements, i inactive elements. A gradient step exchanges gradients, not
 momenta.

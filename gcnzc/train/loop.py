@@ -88,7 +88,7 @@ def add_gradients(run: Run, minibatches: Iterable[tuple[Any, float]]) -> float:
     """Set the gradients to the weighted mean over minibatches; the loss is not read."""
     run.optimizer.zero_grad(set_to_none=True)
     if run.embeddings is not None:
-        run.embeddings.clear_gradients()
+        run.embeddings.optimizer.zero_grad()
     outputs = []
     for batch, factor in minibatches:
         run.mark("wait")

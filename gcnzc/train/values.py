@@ -183,6 +183,7 @@ def parse(given: Any, kind: Any, name: str) -> Any:
 
 
 def _origin(kind: Any) -> Any:
+    # with the return type of `get_origin`, mypy rejects comparisons with `Literal`
     return get_origin(kind)
 
 

@@ -70,10 +70,6 @@ class TrainedEmbeddings:
         )
         self.group = group
 
-    def clear_gradients(self) -> None:
-        """Forget all gradients of rows."""
-        self.optimizer.zero_grad()
-
     def step(self, weight: float) -> None:
         """Update the rows with gradients, together with the other workers.
 
