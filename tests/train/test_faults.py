@@ -13,6 +13,7 @@ import pytest
 from limits import HANG_S
 from training import assert_same_run
 
+from gcnzc.exchange.rendezvous import find_children
 from gcnzc.graph import load
 
 OPTIONS = ["--epochs", "4", "--batch-size", "64", "--fanouts", "5,5"]
@@ -34,17 +35,25 @@ def finish(*words: object) -> str:
     return out
 
 
-def killed_after(seconds: float, *words: object) -> float | None:
-    """Kill the command if it is still at work after `seconds`; else, how long it took."""
-    begin = time.monotonic()
+def killed_after(seconds: float, dice: random.Random, *words: object) -> float | None:
+    """Kill a process of the command if it is still at work after `seconds`; else, how long it took.
+
+    A launcher replaces a worker that is killed, and the run goes on.
+    """
+    begin, killed = time.monotonic(), False
     process = start(*words)
     try:
         process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-    process.communicate()
+        workers = (
+            [child.pid for child in find_children(process.pid)] if "--workers" in words else []
+        )
+        os.kill(dice.choice([process.pid, *workers]), signal.SIGKILL)
+        killed = True
+    # which includes the end of workers, since they have its pipes
+    process.communicate(timeout=HANG_S)
     assert process.returncode in (0, -signal.SIGKILL)
-    return time.monotonic() - begin if process.returncode == 0 else None
+    return None if killed else time.monotonic() - begin
 
 
 @pytest.fixture(scope="module")
@@ -55,41 +64,49 @@ def graph(tmp_path_factory):
     return folder / "prepared"
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(graph):
-    """A whole run, and the seconds it took."""
+def whole_run(graph: Path, run: Path, *more: object) -> float:
+    """The seconds that a run takes which nothing interrupts."""
     begin = time.monotonic()
-    finish("train", graph, *OPTIONS, "--out", graph.parent / "whole")
-    return graph.parent / "whole", time.monotonic() - begin
+    finish("train", graph, *OPTIONS, *more, "--out", run)
+    return time.monotonic() - begin
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "kills", [1, pytest.param(20, marks=pytest.mark.slow, id="20 random moments")]
+    ("kills", "more"),
+    [
+        (1, []),
+        pytest.param(20, [], marks=pytest.mark.slow, id="20 random moments"),
+        pytest.param(10, ["--workers", 2], marks=pytest.mark.slow, id="10 of two workers"),
+    ],
 )
-def test_a_run_killed_while_training_resumes(kills, graph, uninterrupted, tmp_path):
-    whole, seconds = uninterrupted
+def test_a_run_killed_while_training_resumes(kills, more, graph, tmp_path):
+    whole = tmp_path / "whole"
+    seconds = whole_run(graph, whole, *more)
     dice, killed, runs = random.Random(kills), 0, 0
     while killed < kills:
         run, runs = tmp_path / f"run-{runs}", runs + 1
-        words: list[object] = ["train", graph, *OPTIONS, "--out", run]
+        words: list[object] = ["train", graph, *OPTIONS, *more, "--out", run]
         while killed < kills:
             # start-up is about half of the time, and kills there show little
-            took = killed_after(seconds * dice.uniform(0.4, 1.0), *words)
+            took = killed_after(seconds * dice.uniform(0.4, 1.0), dice, *words)
             if took is not None:
                 # the run that was timed compiled, or the machine was busy
                 seconds = min(seconds, took)
                 break
             killed += 1
+            if (run / "result.json").exists():
+                break
             if (run / "config.json").exists():
-                words = ["train", "--resume", run]
+                words = ["train", "--resume", run, *more]
         if not (run / "result.json").exists():
             finish(*words)
         assert_same_run(run, whole)
 
 
 @pytest.mark.processes
-def test_a_run_interrupted_by_the_user_resumes(graph, uninterrupted, tmp_path):
+def test_a_run_interrupted_by_the_user_resumes(graph, tmp_path):
+    whole_run(graph, tmp_path / "whole")
     process = start("train", graph, *OPTIONS, "--out", tmp_path / "run")
     while not (tmp_path / "run" / "record.jsonl").exists():
         time.sleep(0.01)
@@ -103,7 +120,7 @@ def test_a_run_interrupted_by_the_user_resumes(graph, uninterrupted, tmp_path):
     assert (tmp_path / "run" / "curves.png").stat().st_size > 1000
     line = json.loads(finish("train", "--resume", tmp_path / "run"))
     assert line["epochs"] == 4
-    assert_same_run(tmp_path / "run", uninterrupted[0])
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.processes
@@ -117,7 +134,7 @@ def test_a_preparation_that_is_killed_leaves_no_folder(kills, graph, tmp_path):
     seconds, dice = time.monotonic() - begin, random.Random(kills)
     killed = 0
     while killed < kills:
-        took = killed_after(seconds * dice.uniform(0.4, 1.0), "prepare", source, dest)
+        took = killed_after(seconds * dice.uniform(0.4, 1.0), dice, "prepare", source, dest)
         if took is None:
             killed += 1
         else:
