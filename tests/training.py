@@ -91,10 +91,13 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Two runs have the same models, and the same record but for its times."""
+    """Two runs have the same models, and the same record but for its times and sent bytes.
+
+    The payload includes the times and the reports of errors, as text.
+    """
     mine, theirs = (
         [
-            {key: value for key, value in line.items() if not key.endswith("_s")}
+            {key: value for key, value in line.items() if not key.endswith(("_s", "bytes_sent"))}
             for line in lines(run)
         ]
         for run in (one, other)

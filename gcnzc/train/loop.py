@@ -51,8 +51,8 @@ def train_epoch(run: Run, hooks: Hooks) -> None:
     # closed on an error, so that no thread reads the feature table after it is released
     with run.precision.enable_tf32(), closing(run.open_batches()) as batches:
         run.mark("")
-        run.group.pop_request_intervals()  # waits between epochs are of no step
         for run.step in range(steps.first_step(first), len(steps)):
+            run.group.pop_request_intervals()  # waits between steps are of no step
             run.group.set_status(run.steps, f"training in epoch {run.epoch + 1}")
             train_step(run, batches, steps)
             run.steps += 1

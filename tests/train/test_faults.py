@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from limits import HANG_S
-from training import assert_same_run
+from training import assert_same_run, lines
 
 from gcnzc.exchange.rendezvous import find_children
 from gcnzc.graph import load
@@ -102,6 +102,8 @@ def test_a_run_killed_while_training_resumes(kills, more, graph, tmp_path):
         if not (run / "result.json").exists():
             finish(*words)
         assert_same_run(run, whole)
+        times = [value for line in lines(run) for key, value in line.items() if key.endswith("_s")]
+        assert min(times) >= 0
 
 
 @pytest.mark.processes
