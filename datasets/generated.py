@@ -8,7 +8,7 @@ Notation: N nodes, E edges as stored.
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from gcnzc.datasets.rows import Allocate, Array, Progress, Rows, chunk_rows
-from gcnzc.datasets.source import SPLITS, EdgeDefaults, Metric, node_dtype
+from gcnzc.datasets.source import SPLITS, EdgeDefaults, Metric, has_label, node_dtype
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -174,3 +174,39 @@ def random_split(seed: int, num_nodes: int, shares: Mapping[str, float]) -> dict
         part: np.sort(ids).astype(np.int64)
         for part, ids in zip(SPLITS, np.split(order[: bounds[-1]], bounds[:-1]), strict=True)
     }
+
+
+def are_percentages(values: Any) -> bool:
+    """Whether `values` has three positive integers, one for each split, of at most 100 in all."""
+    return (
+        isinstance(values, Sequence)
+        and len(values) == len(SPLITS)
+        and all(type(value) is int and value > 0 for value in values)
+        and sum(values) <= 100
+    )
+
+
+def split_labelled(
+    labels: Array, percentages: Sequence[int], seed: int, ids: Array | None = None
+) -> dict[str, Array]:
+    """Split the nodes with a label at random into "train", "valid" and "test".
+
+    Args:
+        labels: validated labels of the N nodes.
+        percentages: of these nodes in each split; see `are_percentages`.
+        seed: of the split.
+        ids: (N,) names of the nodes; the split of nodes with names does not depend on their
+            numbers.
+
+    Returns:
+        The node ids of each split, ascending.
+
+    Raises:
+        ValueError: there are fewer nodes with a label than splits.
+    """
+    nodes = np.flatnonzero(has_label(labels))
+    if ids is not None:
+        nodes = nodes[np.argsort(ids[nodes], kind="stable")]
+    shares = {part: each / 100 for part, each in zip(SPLITS, percentages, strict=True)}
+    parts = random_split(seed, len(nodes), shares)
+    return {part: np.sort(nodes[places]) for part, places in parts.items()}

@@ -71,9 +71,7 @@ class NpzGraph:
         self._known = known
         self.num_classes = known.num_classes if known else None
         self.metric: Metric = known.metric if known else "accuracy"
-        self.split_name = "none"
-        if self._is_labelled or split is not None:
-            self.split_name = _choose_split(self._splits(), split, path)
+        self.split_name = _choose_split(self._splits(), split, path)
         self.features = self._features()
 
     @property
@@ -116,8 +114,8 @@ class NpzGraph:
         return self._archive.array("node_label")
 
     def split(self) -> dict[str, Array]:
-        """See `Source.split`; without nodes if there are no labels."""
-        if not self._is_labelled:
+        """See `Source.split`; without nodes if there is none."""
+        if self.split_name == "none":
             return {part: np.empty(0, np.int64) for part in SPLITS}
         if self.split_name.isdigit():
             masks = {"train": "train_masks", "valid": "val_masks", "test": "test_masks"}
@@ -189,13 +187,9 @@ class NpzGraph:
 
 
 def _choose_split(names: list[str], wanted: str | None, path: Path) -> str:
-    if not names:
-        raise ValueError(
-            f"{path} has no split\n\nhint: add the node ids train_idx, valid_idx and test_idx; a "
-            "graph to predict on has neither these nor node_label"
-        )
     if wanted is None:
-        return names[0]
+        return names[0] if names else "none"
     if wanted not in names:
-        raise ValueError(f"{path} has no split {wanted}\n\nhint: it has {', '.join(names)}")
+        known = ", ".join(names) or "none; add the node ids train_idx, valid_idx and test_idx"
+        raise ValueError(f"{path} has no split {wanted}\n\nhint: it has {known}")
     return wanted

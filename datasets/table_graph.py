@@ -55,12 +55,13 @@ class TableGraph:
     """
 
     best_accuracy: float | None = None
-    split_name = "given"
 
     def __init__(
         self, path: Path, name: str | None = None, progress: Progress = no_progress
     ) -> None:
         options = read_options(path)
+        self.random_split = options.nodes.random_split
+        self.split_name = "random" if self.random_split else "given"
         self.path, self.name = path, name or options.name or path.stem
         edges = options.edges
         self._bidirected = edges.bidirected
@@ -86,7 +87,6 @@ class TableGraph:
             self._parts = read_parts(self._table, self._columns, texts, options.nodes.missing)
         elif count is None and isinstance(self._edges, TextTable):
             ids = self._edges.format.node_ids()
-        _check_labels_and_parts(path, self._labels, self._parts)
         self._numbering = Numbering(ids, count)
         self._ends = read_numbers(self._edges, self._end_columns, self._numbering, progress)
         _check_not_empty(self._edges, len(self._ends[0]))
@@ -354,15 +354,3 @@ def _notes(path: Path, table: Table, ends: Sequence[Array], numbering: Numbering
             f"the first line of {table.path.name}, {','.join(table.columns)}, is read as an edge; "
             "if these are the numbers of columns, as pandas writes them, set header = true"
         )
-
-
-def _check_labels_and_parts(path: Path, labels: Array | None, parts: Any) -> None:
-    """Check that there are both labels and parts, or neither."""
-    if (labels is None) == (parts is None):
-        return
-    missing, key = ("labels", "label") if labels is None else ("split", "split")
-    raise ValueError(
-        f"{path}: the nodes have no {missing}\n\n"
-        f"hint: {key} in [nodes] names the column; training needs labels and a split, with the "
-        "values train, valid and test, and a graph with neither serves for predictions"
-    )

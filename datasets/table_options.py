@@ -1,27 +1,16 @@
 """The TOML file that names the tables of a graph and their columns.
 
-    name = "papers"                  # of the graph; that of the file if not given
-    metric = "accuracy"              # or "rocauc"
-
     [edges]
-    file = "edges.csv.gz"            # relative to this file; text, Parquet, or a folder of it
-    source = "from"                  # columns; may be omitted for source and target, src and dst
+    file = "edges.csv.gz"
+    source = "from"
     target = "to"
-    bidirected = true                # each edge is stored once and means both directions
 
     [nodes]
     file = "nodes.csv"
-    id = "name"                      # column; may be omitted for id, and for row numbers
-    features = ["age", "x*"]         # columns; all others if not given; or "features.npy"
-    label = "kind"                   # column, or a list of columns for several tasks
-    classes = ["cat", "dog"]         # order of the classes; sorted if not given
-    split = "part"                   # column of words; or, instead, the columns of masks:
-    # train = "is_train"
-    # valid = "is_val"
-    # test = "is_test"
-    missing = ["unknown", 255]       # texts of label and split that mean none
+    label = "kind"
+    random_split = [60, 20, 20]
 
-`separator`, `header` and `comment` in either table are of its text file.
+`KEYS` has all keys.
 """
 
 import difflib
@@ -32,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gcnzc.datasets.source import METRICS, Metric
+from gcnzc.datasets.generated import are_percentages
+from gcnzc.datasets.source import METRICS, SPLITS, Metric
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -68,6 +58,7 @@ class NodeTable:
     train: str | None = None
     valid: str | None = None
     test: str | None = None
+    random_split: list[int] | None = None
     missing: list[str] = field(default_factory=list)
     separator: str | None = None
     header: bool | None = None
@@ -81,8 +72,7 @@ class NodeTable:
     @property
     def masks(self) -> dict[str, str]:
         """The columns of masks that are named, by part."""
-        named = {"train": self.train, "valid": self.valid, "test": self.test}
-        return {part: column for part, column in named.items() if column is not None}
+        return {part: name for part in SPLITS if (name := getattr(self, part)) is not None}
 
 
 @dataclass(frozen=True)
@@ -97,9 +87,12 @@ class TableOptions:
 
 
 @dataclass(frozen=True)
-class _Rule:
-    words: str
+class Key:
+    """A key of the file: its value, and what holds without it."""
+
+    value: str
     is_valid: Callable[[Any], bool]
+    without: str
 
 
 def _is_text(value: Any) -> bool:
@@ -119,44 +112,99 @@ def _is_features(value: Any) -> bool:
     return _is_list(value) or (isinstance(value, str) and value.endswith(".npy"))
 
 
-_TEXT = _Rule("a text in quotes", _is_text)
-_BOOL = _Rule("true or false", lambda value: isinstance(value, bool))
-_COLUMN = _Rule("the name of a column", _is_column)
-_FILE = {
-    "separator": _Rule("one character", lambda value: _is_text(value) and len(value) == 1),
-    "header": _BOOL,
-    "comment": _Rule(
-        "one character, or an empty text for none",
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+_FROM_FILE = "determined from the text file"
+_FORMAT = {
+    "separator": Key(
+        "the character between cells; a blank is a run of blanks and tabs",
+        lambda value: _is_text(value) and len(value) == 1,
+        _FROM_FILE,
+    ),
+    "header": Key(
+        "true if the first row has the names of columns, else false", _is_bool, _FROM_FILE
+    ),
+    "comment": Key(
+        "the character with which comments begin; an empty text for none",
         lambda value: isinstance(value, str) and len(value) < 2,
+        _FROM_FILE,
     ),
 }
-_RULES: Mapping[str, Mapping[str, _Rule]] = {
+_ENDS = (
+    "source and target, src and dst, from and to, or u and v; or the only two columns; or the "
+    "first two if columns have no names"
+)
+_MASK = "a column of this part's name, such as {0}_mask, is_{0} or {0}"
+KEYS: Mapping[str, Mapping[str, Key]] = {
     "": {
-        "name": _TEXT,
-        "metric": _Rule("accuracy or rocauc", lambda value: value in set(METRICS.values())),
+        "name": Key("a name of the graph, in quotes", _is_text, "the name of the file"),
+        "metric": Key(
+            "accuracy or rocauc, in quotes",
+            lambda value: value in set(METRICS.values()),
+            "accuracy; rocauc for several columns of labels",
+        ),
     },
     "edges": {
-        "file": _TEXT,
-        "source": _COLUMN,
-        "target": _COLUMN,
-        "bidirected": _BOOL,
-        **_FILE,
+        "file": Key(
+            "the path of the table of edges, relative to this file",
+            _is_text,
+            "an error",
+        ),
+        "source": Key("the column of the sources", _is_column, _ENDS),
+        "target": Key("the column of the targets", _is_column, "as for source"),
+        "bidirected": Key(
+            "true if each edge is stored once and means both directions, else false",
+            _is_bool,
+            "as the text file declares; else true if all edges go from lower to higher numbers of "
+            "nodes, or all the other way",
+        ),
+        **_FORMAT,
     },
     "nodes": {
-        "file": _TEXT,
-        "id": _COLUMN,
-        "features": _Rule("a list of columns, or the name of an .npy file", _is_features),
-        "label": _Rule(
-            "the name of a column, or a list of columns",
+        "file": Key("the path of the table of nodes", _is_text, "the nodes are those of the edges"),
+        "id": Key(
+            "the column of ids",
+            _is_column,
+            "id, node_id, node or nid; else the index of pandas in a Parquet file; else the number "
+            "of the row, from 0",
+        ),
+        "features": Key(
+            "a list of columns, or patterns such as x*; or the path of an .npy file",
+            _is_features,
+            "all columns of nodes that have no other use; [] for none",
+        ),
+        "label": Key(
+            "the column of labels, or a list of columns",
             lambda value: _is_column(value) or (_is_list(value) and value != []),
+            "label, labels, y or class",
         ),
-        "classes": _Rule("a list of at least two names", lambda v: _is_list(v) and len(v) > 1),
-        **dict.fromkeys(("split", "train", "valid", "test"), _COLUMN),
-        "missing": _Rule(
-            "a list of texts and integers",
+        "classes": Key(
+            "a list of at least two names of classes, in their order",
+            lambda value: _is_list(value) and len(value) > 1,
+            "integers are the classes; names are sorted, and numbered in this order",
+        ),
+        "split": Key(
+            "the column of the words train, valid (or val) and test",
+            _is_column,
+            "the column split; else the columns train, valid and test",
+        ),
+        **{
+            part: Key(f"the column of the mask of {part}", _is_column, _MASK.format(part))
+            for part in SPLITS
+        },
+        "random_split": Key(
+            "percentages of the nodes with a label in train, valid and test, such as [60, 20, 20]",
+            are_percentages,
+            "the split of the columns",
+        ),
+        "missing": Key(
+            "a list of texts and integers that mean no label, or no part",
             lambda value: isinstance(value, list) and all(type(v) in (str, int) for v in value),
+            "an empty cell; in a column of numbers also -1, nan, NA, N/A, null and None",
         ),
-        **_FILE,
+        **_FORMAT,
     },
 }
 
@@ -195,27 +243,27 @@ def read_options(path: Path) -> TableOptions:
 
 def _check(path: Path, text: str, table: str, values: Mapping[str, Any]) -> None:
     """Check the keys and the values of one table."""
-    rules = _RULES[table]
+    keys = KEYS[table]
     for key, value in values.items():
         where = _place(path, text, table, key)
-        if key not in rules:
-            known = [*rules, *([] if table else ["[edges]", "[nodes]"])]
+        if key not in keys:
+            known = [*keys, *([] if table else ["[edges]", "[nodes]"])]
             near = difflib.get_close_matches(key, known, 1)
             suggestion = f"did you mean {near[0]}? " if near else ""
             raise ValueError(
                 f"{where}: no key named {key!r}{f' in [{table}]' if table else ''}\n\n"
                 f"hint: {suggestion}the keys are {', '.join(known)}"
             )
-        if not rules[key].is_valid(value):
+        if not keys[key].is_valid(value):
             raise ValueError(
-                f"{where}: {key} is {value!r:.100}\n\nhint: {key} is {rules[key].words}"
+                f"{where}: {key} is {value!r:.100}\n\nhint: {key} is {keys[key].value}"
             )
 
 
 def _check_nodes(path: Path, text: str, nodes: NodeTable) -> None:
     """Check that the keys of `[nodes]` fit each other."""
     if nodes.file is None:
-        for key in ("id", "label", "split", "train", "valid", "test"):
+        for key in ("id", "label", "split", *SPLITS):
             if getattr(nodes, key) is not None:
                 raise ValueError(
                     f"{_place(path, text, 'nodes', key)}: {key} names a column, but [nodes] has no "
@@ -226,6 +274,11 @@ def _check_nodes(path: Path, text: str, nodes: NodeTable) -> None:
                 f"{_place(path, text, 'nodes', 'features')}: features names columns, but [nodes] "
                 'has no file\n\nhint: add the file, or give features = "features.npy"'
             )
+    if nodes.random_split is not None and (nodes.masks or nodes.split is not None):
+        raise ValueError(
+            f"{_place(path, text, 'nodes', 'random_split')}: random_split, but also columns of the "
+            "split\n\nhint: omit one of them"
+        )
     if nodes.masks and (nodes.split is not None or len(nodes.masks) < 3):
         raise ValueError(
             f"{_place(path, text, 'nodes', next(iter(nodes.masks)))}: the parts are not determined"
@@ -241,7 +294,9 @@ def _build(kind: type[T], values: Mapping[str, Any]) -> T:
             return [str(item) for item in value]
         return str(value) if type(value) is int else value
 
-    return kind(**{key: text_of(value) for key, value in values.items()})
+    return kind(
+        **{k: value if k == "random_split" else text_of(value) for k, value in values.items()}
+    )
 
 
 def _place(path: Path, text: str, table: str, key: str) -> str:

@@ -12,7 +12,9 @@ from bench.docs.table import (
     read,
     significant,
     spread,
+    uncaptioned,
 )
+from gcnzc.datasets.table_options import KEYS
 
 SYSTEMS = {
     "ours": "gcnzc {rival_gcnzc}",
@@ -481,4 +483,24 @@ def bytes_in_flight(x: Row) -> Cells:
             )
             for columns in sorted(widths)
         },
+    }
+
+
+def lines_of_keys() -> list[Line]:
+    """Return a line for each key of each table of the file that describes tables."""
+    return [
+        Line(table=f"`[{table}]`" if table else "", key=f"`{name}`", about=key)
+        for table, keys in KEYS.items()
+        for name, key in keys.items()
+    ]
+
+
+@Table(lines_of_keys, "key about", "", among="table", caption=uncaptioned)
+def table_keys(x: Row) -> Cells:
+    """The keys of the file that describes tables; those of a text file are in two tables."""
+    return {
+        "Table": ", ".join(line.table for line in x.lines),
+        "Key": x.key[0],
+        "Value": x.about.value,
+        "Without it": x.about.without,
     }

@@ -57,6 +57,7 @@ class PrepareConfig(Options):
 
     SOURCE is a folder in OGB's layout, a .npz archive, a .toml that names csv or parquet tables, a
     .pt file of PyG, a prepared folder, or the name of an OGB dataset together with --download.
+    `gcnzc help toml` lists the keys of a .toml.
     """
 
     source: str = option(..., positional=True)
@@ -91,7 +92,10 @@ class PrepareConfig(Options):
     duplicates: Literal["auto", "keep", "remove"] = option("auto")
     """keep or remove duplicate edges; auto uses the setting of SOURCE, or keeps them"""
     split: str | None = option()
-    """name or number of the split to use, if SOURCE has several"""
+    """name or number of the split to use, if SOURCE has several; a .toml names its column"""
+    random_split: tuple[int, ...] = option((), least=1)
+    """divide the nodes with labels at random: percentages of train, valid and test, such as
+    60,20,20"""
     metric: Literal["as-is", "accuracy", "rocauc"] = option("as-is")
     """metric of node classification; as-is: that of SOURCE"""
     task: Literal["as-is", "link"] = option("as-is")
@@ -101,7 +105,7 @@ class PrepareConfig(Options):
     test_edges: float = option(0.1, least=0)
     """with --task link: fraction of the edges to hold out for test"""
     seed: int = option(0, least=0, most=2**63 - 1)
-    """with --task link or --embed: random seed"""
+    """with --random-split, --task link or --embed: random seed"""
     allow_nan: bool = option(False)
     """accept features that are NaN or infinite"""
 

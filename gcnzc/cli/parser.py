@@ -6,7 +6,6 @@ import difflib
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
@@ -287,6 +286,8 @@ def show_help(words: Sequence[str]) -> str:
     if not words:
         return COMMANDS_HELP
     name, values = words[0].lstrip("-").replace("-", "_"), words[1:]
+    if name == "toml":
+        return _describe_toml()
     if name == "preset":
         return "\n".join(describe_preset(values[0]) if values else list_presets())
     if words[0] in COMMANDS and not values:
@@ -294,7 +295,7 @@ def show_help(words: Sequence[str]) -> str:
     known = {key: row for kind, _ in COMMANDS.values() for key, row in rows(kind).items()}
     known |= rows(TrainConfig)
     if name not in known:
-        raise UsageError(not_among("help", words[0], [*COMMANDS, "preset", *known]))
+        raise UsageError(not_among("help", words[0], [*COMMANDS, "preset", "toml", *known]))
     row = known[name]
     if row.of is None:
         return f"{row.flag}: {describe(row).replace('%%', '%')}"
@@ -306,6 +307,21 @@ def show_help(words: Sequence[str]) -> str:
     return "\n".join(_describe_value(row, values[0]))
 
 
+def _describe_toml() -> str:
+    """Return the help on the keys of the file that describes tables."""
+    # imported here, since it needs numpy
+    from gcnzc.datasets.table_options import KEYS
+
+    lines = [
+        "Keys of the .toml file of `gcnzc prepare` and `gcnzc train`, and what holds without them:"
+    ]
+    for table, keys in KEYS.items():
+        lines += ["", f"[{table}]" if table else "above the tables"]
+        for name, key in keys.items():
+            lines += _columns(f"  {name}", f"{key.value}; without it: {key.without}", 22)
+    return "\n".join(lines)
+
+
 def _describe_value(row: Row, name: str) -> list[str]:
     """Return the help on the options of a value."""
     assert row.of is not None, "it has options"
@@ -313,12 +329,25 @@ def _describe_value(row: Row, name: str) -> list[str]:
         raise UsageError(not_among(row.flag, name, row.of.targets))
     own, lines = row.of.defaults.get(name, {}), [f"{row.flag} {name}: {row.of.summary(name)}", ""]
     for key, each in row.of.arguments(name).items():
-        default = each.default or "VALUE"
-        with suppress(ValueError):  # an expression
-            default = shown(ast.literal_eval(default))
-        default = shown(own[key]) if key in own else default
-        lines += _columns(f"  {key}={default}", each.help, 34)
+        default = f"={shown(own[key])}" if key in own else _default(each.default)
+        lines += _columns(f"  {key}{default}", _plain(each.help), 34)
     return lines if len(lines) > 2 else [*lines, "  It has no options."]
+
+
+def _default(source: str | None) -> str:
+    """Return a default, given as source, as it is written after an option."""
+    if source is None:
+        return "=VALUE"
+    try:
+        return f"={shown(ast.literal_eval(source))}"
+    except ValueError:  # an object, which the help describes
+        return ""
+
+
+def _plain(text: str) -> str:
+    """Return the help of a docstring without references to classes, and with values as words."""
+    text = re.sub(r"; see `\w+`| \(`[\w.]+`\)", "", text)
+    return re.sub(r"\b(?:None|True|False)\b", lambda found: found[0].lower(), text)
 
 
 def _columns(head: str, text: str, width: int) -> list[str]:

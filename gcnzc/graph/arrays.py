@@ -155,13 +155,6 @@ def from_arrays(
         )
     largest = max((int(ids.max()) + 1 for ids in ends if len(ids)), default=0)
     count = next(iter(lengths.values()), largest)
-    if (values is None) != (splits is None):
-        missing = "labels" if values is None else f"splits{_describe_missing_masks(found)}"
-        raise ValueError(
-            f"{name} has no {missing}\n\n"
-            "hint: labels= takes the class of each node, -1 for none; splits= takes the node ids "
-            'or masks of "train", "valid" and "test"'
-        )
     is_multi_label = values is not None and values.ndim == 2 and values.shape[1] > 1
     return ArrayGraph(
         name,
@@ -284,7 +277,6 @@ def _from_pyg(data: Any) -> dict[str, Any]:
         "features": getattr(data, "x", None),
         "labels": getattr(data, "y", None),
         "splits": _masks(data.to_dict()),
-        "missing_masks": _missing_masks(data.to_dict()),
         "edge_values": values_of_pyg(data.to_dict()),
     }
 
@@ -334,29 +326,14 @@ def from_attributes(
 
 def _masks(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the masks of the parts among attributes; None unless there are all three."""
-    masks = _found_masks(attributes)
-    return masks if set(masks) == set(SPLITS) else None
-
-
-def _missing_masks(attributes: Mapping[str, Any]) -> list[str]:
-    """Return the parts without a mask if other parts have one."""
-    masks = _found_masks(attributes)
-    return [part for part in SPLITS if part not in masks] if masks else []
-
-
-def _describe_missing_masks(found: Mapping[str, Any]) -> str:
-    parts = found.get("missing_masks")
-    return f": it has masks, but none for {' and '.join(parts)}" if parts else ""
-
-
-def _found_masks(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {
+    masks = {
         part: value
         for key, value in attributes.items()
         if str(key).endswith("_mask") and value is not None
         for part in [part_of(key)]
         if part is not None
     }
+    return masks if set(masks) == set(SPLITS) else None
 
 
 def _from_dgl(graph: Any) -> dict[str, Any]:
@@ -372,7 +349,6 @@ def _from_dgl(graph: Any) -> dict[str, Any]:
         "features": graph.ndata.get("feat"),
         "labels": graph.ndata.get("label"),
         "splits": _masks(graph.ndata),
-        "missing_masks": _missing_masks(graph.ndata),
         "edge_values": values_of_dgl(graph),
     }
 

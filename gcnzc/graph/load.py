@@ -1,6 +1,7 @@
 """Open datasets: prepared folders, OGB folders, `.npz`, `.toml` and `.pt` files, named graphs."""
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import numpy as np
 import torch
 
 from gcnzc.datasets import catalog, download, ogb, store
-from gcnzc.datasets.names import Names, NamesFolder
+from gcnzc.datasets.generated import split_labelled
+from gcnzc.datasets.names import Names, NamesFolder, read_names
 from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.ogb import OgbGraph
 from gcnzc.datasets.ogb_hetero import is_hetero_layout
@@ -67,6 +69,8 @@ class GraphOptions:
     self_loops: Loops | None
     duplicates: Duplicates | None
     allow_nan: bool
+    random_split: Sequence[int] | None = None  # percentages of the splits
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -398,10 +402,18 @@ def read_graph(
     links = None
     if isinstance(source, OgbLinkGraph):
         links = clean_edge_split(source.links(), source.num_nodes, where)
-    split, num_dropped = source.split(), dict.fromkeys(SPLITS, 0)
+    split, about_split = _choose_split(source, labels, options)
+    num_dropped = dict.fromkeys(SPLITS, 0)
     # a graph without labels and splits serves for predictions and for link prediction
     has_parts = any(len(ids) for ids in split.values())
-    is_labelled = has_parts or bool(has_label(labels).any())
+    is_labelled = bool(has_label(labels).any())
+    if links is None and has_parts != is_labelled:
+        missing, key = ("labels", "label") if has_parts else ("split", "split")
+        raise ValueError(
+            f"{source.name}: the nodes have no {missing}\n\nhint: give both labels and a split, or "
+            f"neither for a graph to predict on; in a .toml, {key} in [nodes] names the column; "
+            "--random-split 60,20,20 and random_split=(60, 20, 20) divide nodes with labels"
+        )
     if links is None and is_labelled:
         split, num_dropped = clean_split(split, labels, where)
     ends = source.edges(allocate, progress)
@@ -428,11 +440,7 @@ def read_graph(
         "name": source.name,
         "metric": choose_metric(labels, source.metric),
         "best_accuracy": source.best_accuracy,
-        "split": {
-            "name": source.split_name,
-            **{part: len(split[part]) for part in SPLITS},
-            "dropped_without_label": num_dropped,
-        },
+        "split": about_split | _describe_sizes(split, num_dropped),
         "options": edge_options,
         "origin": source.origin,
     }
@@ -443,6 +451,29 @@ def read_graph(
     if source.num_classes is None and (gap := describe_gap(labels)):
         notes = (*notes, f"{source.name}: {gap}")
     return LoadedGraph(graph, labels, split, num_classes, metadata, links, notes)
+
+
+def _choose_split(
+    source: Source | Prepared, labels: Array, options: GraphOptions
+) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Return the node ids of each split, those of the files or random ones, and its name."""
+    percentages = options.random_split
+    if percentages is None and isinstance(source, TableGraph):
+        percentages = source.random_split
+    if percentages is not None:
+        names = _names_of(source)
+        if isinstance(names, NamesFolder):
+            names = read_names(names, ("nodes",))
+        ids = None if names is None else names.nodes
+        about = {"name": "random", "percentages": [*percentages], "seed": options.seed}
+        return split_labelled(labels, percentages, options.seed, ids), about
+    if isinstance(source, Prepared):
+        return source.split, dict(source.meta["split"])
+    return source.split(), {"name": source.split_name}
+
+
+def _describe_sizes(split: Mapping[str, Array], dropped: Mapping[str, int]) -> dict[str, Any]:
+    return {part: len(split[part]) for part in SPLITS} | {"dropped_without_label": dict(dropped)}
 
 
 def _notes(source: Source, used: EdgeDefaults, options: GraphOptions) -> tuple[str, ...]:
@@ -474,15 +505,16 @@ def _reload_prepared(source: Prepared, options: GraphOptions) -> LoadedGraph:
         duplicates=options.duplicates or "keep",
     )
     meta = source.meta
-    metadata = {key: meta[key] for key in ("name", "metric", "best_accuracy", "split")}
+    metadata = {key: meta[key] for key in ("name", "metric", "best_accuracy")}
+    split, metadata["split"] = _choose_split(source, source.labels, options)
+    if options.random_split is not None:
+        metadata["split"] |= _describe_sizes(split, dict.fromkeys(SPLITS, 0))
     metadata["origin"] = dict(meta["origin"])
     metadata["options"] = dict(meta["options"])
     for key in ("bidirected", "self_loops", "duplicates"):
         if (value := getattr(options, key)) is not None:
             metadata["options"][key] = value
-    return LoadedGraph(
-        graph, source.labels, source.split, meta["num_classes"], metadata, source.links
-    )
+    return LoadedGraph(graph, source.labels, split, meta["num_classes"], metadata, source.links)
 
 
 def refuse_nan(source: Prepared, allow_nan: bool) -> None:

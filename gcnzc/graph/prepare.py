@@ -1,5 +1,6 @@
 """Write prepared folders: datasets in the format that `gcnzc.load` memory-maps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gcnzc.datasets import names, store
+from gcnzc.datasets.generated import are_percentages
 from gcnzc.datasets.ogb_hetero import is_hetero_name
 from gcnzc.datasets.rows import Array, Progress, Rows, no_progress, normalize_rows
 from gcnzc.datasets.source import (
@@ -68,6 +70,8 @@ def prepare(
     self_loops: Loops | None = None,
     duplicates: Duplicates | None = None,
     split: str | int | None = None,
+    random_split: Sequence[int] | None = None,
+    seed: int = 0,
     edge_split: EdgeShares | None = None,
     allow_nan: bool = False,
     progress: Progress = no_progress,
@@ -120,6 +124,10 @@ def prepare(
         self_loops: see `load`.
         duplicates: see `load`.
         split: name or index of the split to use, for files that contain several; see `load`.
+        random_split: percentages of the nodes with a label in train, valid and test, such as (60,
+            20, 20): divides them at random, and replaces the split of the source.
+        seed: of `random_split`. Equal seeds, labels and ids of nodes have equal splits, also if
+            nodes with names have another order.
         edge_split: hold out edges for validation and test, see `gcnzc.graph.split_edges`; ignored
             for a source that contains an edge split.
         allow_nan: accept features that are not finite; `meta.json` records whether there are any.
@@ -135,6 +143,13 @@ def prepare(
         RuntimeError: the disk is full, the download failed, or another process is writing `dest`.
     """
     source, dest = _source_and_dest(source, dest, edges)
+    if random_split is not None and (split is not None or splits is not None):
+        raise ValueError("random_split replaces the split of the source\n\nhint: omit one of them")
+    if random_split is not None and not are_percentages(random_split):
+        raise ValueError(
+            f"random_split is {random_split!r:.100}\n\nhint: percentages of the nodes in train, "
+            "valid and test, such as 60,20,20, with a sum of at most 100"
+        )
     if edges is not None or not _is_path_or_source(source):
         if split is not None:
             raise ValueError(
@@ -162,6 +177,7 @@ def prepare(
             metric=(metric, (None,)),
             normalize_features=(normalize_features, (False,)),
             sparse_features=(sparse_features, (False,)),
+            random_split=(random_split, (None,)),
         )
         prepare_hetero(
             hetero,
@@ -181,7 +197,7 @@ def prepare(
     _write(
         dataset,
         dest,
-        GraphOptions(bidirected, self_loops, duplicates, allow_nan),
+        GraphOptions(bidirected, self_loops, duplicates, allow_nan, random_split, seed),
         _FeatureOptions(
             features,
             normalize_features,

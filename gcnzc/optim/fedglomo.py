@@ -109,7 +109,8 @@ class FedGLOMO(LocalMethod):
         participants: the number of ranks that take part in a round; None for all. A rank that does
             not participate does not call the closure, but sends as many bytes.
         seed: random seed of the choice of participants.
-        compress: compression of the exchanged vector, d and c together; None for none.
+        compress: compression of the exchanged vector, d and c together; None for none. The default
+            is int8 with stochastic rounding.
         options: see `LocalMethod`.
 
     Raises:

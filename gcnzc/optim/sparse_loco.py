@@ -17,7 +17,7 @@ from gcnzc.optim.validation import check_at_least_zero, check_fraction
 
 
 class SparseLoCo(DiLoCo):
-    """DiLoCo with the defaults of SparseLoCo: `TopK.sparse_loco()`, and no outer momentum.
+    """DiLoCo with the defaults of SparseLoCo: exchanges the largest elements, without momentum.
 
     A single rank only takes the inner optimizer's steps, unless `alone`.
 

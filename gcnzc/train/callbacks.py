@@ -67,6 +67,11 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
         sys.path.insert(0, os.getcwd())
     for name in names:
         module, _, attribute = name.partition(":")
+        if not attribute:
+            spelt = ":".join(name.rsplit(".", 1)) if "." in name else "watch:Watch"
+            raise ValueError(
+                f"--callback {name} names no class\n\nhint: write module:class, as in {spelt}"
+            )
         try:
             kind = getattr(import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as error:

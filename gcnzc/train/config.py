@@ -157,6 +157,8 @@ STRATEGIES = Choices(
         *("alone", "clock", "clocks", "delay_steps", "seed"),
     ),
     refused={"streaming-diloco": ("sharded",)},
+    # by name instead of by object, which text cannot express
+    defaults={"muloco": {"compress": "int2"}, "sparseloco": {"compress": "sparseloco"}},
     bounds={"target": Bounds(above=0, most=1)},
 )
 SCHEDULES = Choices(

@@ -123,8 +123,8 @@ def _parameters(given: ast.arguments) -> Iterator[_Parameter]:
 def _documented(module: str, text: str) -> dict[str, str]:
     """Return the help of each argument in the section `Args` of a docstring.
 
-    The help of an argument whose text is "see `SAGE`" is that of this class. With "The arguments
-    are those of `SAGE`" in the docstring, so is the help of all others.
+    The help of an argument whose text begins or ends with "see `SAGE`" is that of this class. With
+    "The arguments are those of `SAGE`" in the docstring, so is the help of all others.
     """
     section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)*)", text, re.MULTILINE)
     lines = textwrap.dedent(section[1]) if section else ""
@@ -133,8 +133,8 @@ def _documented(module: str, text: str) -> dict[str, str]:
         name: " ".join(words.split()) for names, words in found for name in re.split(r",\s+", names)
     }
     for name, words in helps.items():
-        other = re.match(r"see `(\w+)`", words)
-        if other and (target := _resolve(module, ast.Name(other[1]))):
+        other = re.search(r"^see `(\w+)`|; see `(\w+)`\.?$", words)
+        if other and (target := _resolve(module, ast.Name(other[1] or other[2]))):
             helps[name] = read(target).arguments.get(name, Argument((), None)).help
     others = re.search(r"The arguments are those of `(\w+)`", text)
     if others and (target := _resolve(module, ast.Name(others[1]))):

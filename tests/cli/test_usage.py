@@ -13,6 +13,7 @@ from command_runs import failed
 from gcnzc.cli import main
 from gcnzc.cli.options import COMMANDS
 from gcnzc.cli.parser import parse
+from gcnzc.datasets.table_options import KEYS
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.options import rows
 
@@ -111,6 +112,7 @@ WRONG = {
         ("evaluate r --postprocess correct-and-smooth:error_scale=0", "above 0", "--help"),
         ("make x --nodes 0", "--nodes must be at least 1, got 0", "`gcnzc make --help`"),
         ("prepare x y --pitch-bytes -1", "--pitch-bytes must be at least 0, got -1", "--help"),
+        ("prepare x y --random-split 60,0,40", "--random-split must be at least 1", "--help"),
         ("prepare x y --embed 0", "--embed must be at least 1, got 0", "--help"),
         ("pcie --megabytes 8", "--megabytes must be at least 16, got 8", "`gcnzc pcie --help`"),
         ("check --row-bytes 101", "not a whole number of float32 elements", "512 bytes"),
@@ -288,9 +290,12 @@ def test_help_describes_each_option_and_each_value(capsys):
         # the first sentence of a docstring
         assert re.match(rf"{row.flag} {value}: [A-Z0-9].*[.`]$", head), head
         for option, each in row.of.arguments(value).items():
-            assert any(line.startswith(f"  {option}=") for line in lines), (value, option)
+            # an object has no text
+            assert any(re.match(f"  {option}[= ]", line) for line in lines), (value, option)
             # torch documents its options elsewhere
             assert each.help or row.of.targets[value][0].startswith("torch"), (value, option)
+        words = " ".join(lines)
+        assert not re.search(r"\b(?:None|True|False)\b|see `|=[A-Z](?!ALUE)", words), words
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -310,6 +315,12 @@ def test_the_help_of_a_command_lists_its_options(command, capsys):
             assert bool(found) == (row in listed), (words, name)
         assert max(map(len, text.splitlines())) <= 100
     assert len([row for row in own if row.common]) <= 30
+
+
+def test_the_keys_of_tables_are_listed(capsys):
+    text = shown(capsys, "help", "toml")
+    assert "\n[nodes]\n" in text
+    assert all(f"\n  {key} " in text for keys in KEYS.values() for key in keys)
 
 
 def test_the_commands_are_listed(capsys):

@@ -135,6 +135,40 @@ def test_names_are_numbered_and_saved(tmp_path, capsys):
     assert names_in(tmp_path / "again").classes == ["cat", "dog"]
 
 
+def test_labelled_nodes_are_divided_at_random(tmp_path, capsys):
+    """As the key and the flag say; the order of nodes with names does not matter."""
+    plain = OPTIONS.replace('split = "part"\n', "")
+    nodes = "name,age,x1,x2,kind\n" + "".join(
+        f"n{i},{i},0,1,{'cat' if i % 3 else ''}\n" for i in range(60)
+    )
+    edges = "from,to\nn1,n2\nn2,n0\n"
+    path = write(tmp_path / "a", options=plain, nodes=nodes, edges=edges)
+    words = ["prepare", str(path), str(tmp_path / "flag"), "--random-split", "50,25,20"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["split"]["percentages"] == [50, 25, 20]
+    flag = gcnzc.load(tmp_path / "flag")
+    sizes = {part: len(ids) for part, ids in flag.split.items()}
+    assert sizes == {"train": 20, "valid": 10, "test": 8}
+    assert all((flag.labels[ids] >= 0).all() for ids in flag.split.values())
+    assert len(torch.cat([*flag.split.values()]).unique()) == 38
+    head, *rows = nodes.splitlines(keepends=True)
+    other = write(
+        tmp_path / "b",
+        options=plain + "random_split = [50, 25, 20]\n",
+        nodes=head + "".join(reversed(rows)),
+        edges=edges,
+    )
+    key = gcnzc.load(other)
+    for part, ids in flag.split.items():
+        assert {*flag.node_ids[ids]} == {*key.node_ids[key.split[part]]}
+    # a prepared folder, and arrays with masks, have another split
+    again = prepare(tmp_path / "flag", tmp_path / "again", random_split=(60, 20, 20), seed=1)
+    assert again.origin["split"]["seed"] == 1
+    assert len(again.split["train"]) == 24
+    with pytest.raises(ValueError, match="replaces the split"):
+        gcnzc.prepare(path, tmp_path / "no", random_split=(60, 20, 20), split="standard")
+
+
 def test_edges_may_be_kept_in_one_direction(tmp_path):
     options = OPTIONS.replace("bidirected = true", "bidirected = false")
     assert prepare(write(tmp_path / "in", options=options), tmp_path / "one").graph.num_edges == 4
@@ -265,6 +299,8 @@ def test_classes_have_the_order_that_is_given(tmp_path):
             },
             "has masks is_train, but none of valid, test",
         ),
+        ({"options": OPTIONS + "random_split = [60, 20]\n"}, r"random_split is \[60, 20\]"),
+        ({"options": OPTIONS + "random_split = [6, 2, 2]\n"}, "line 13: random_split, but also"),
         ({"nodes": NODES.replace("x2", "x1")}, "nodes.csv has several columns 'x1'"),
         (
             {"options": OPTIONS + 'classes = ["cat", "cow"]\n'},

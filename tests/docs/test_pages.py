@@ -16,7 +16,7 @@ from gcnzc.cli import main
 from gcnzc.cli.parser import parse
 from gcnzc.graph import EdgeShares
 from gcnzc.optim import ZeroOneSchedule
-from gcnzc.train import run_folder
+from gcnzc.train import record, run_folder
 from gcnzc.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -148,6 +148,12 @@ def test_every_page_is_in_a_table_of_contents():
             listed |= {(folder / f"{path}.md").as_posix() for path in paths}
     pages = {name for name in PAGES if name.startswith("docs/")} - {"docs/index.md"}
     assert pages <= listed, f"not in docs/index.md: {pages - listed}"
+
+
+def test_the_files_of_a_run_folder_are_listed():
+    named = {value for key, value in vars(run_folder).items() if key.isupper()} | {record.LAUNCH}
+    text = PAGES["docs/reference/commands.md"]
+    assert not [name for name in named if f"`{name}" not in text]
 
 
 def test_the_fields_for_deepspeed_users_exist():

@@ -51,6 +51,8 @@ def prepare_command(config: PrepareConfig, reporter: Reporter) -> None:
             self_loops=config.self_loops,
             duplicates=None if config.duplicates == "auto" else config.duplicates,
             split=config.split,
+            random_split=config.random_split or None,
+            seed=config.seed,
             metric=None if config.metric == "as-is" else config.metric,
             edge_split=shares if config.task == "link" else None,
             allow_nan=config.allow_nan,
