@@ -39,8 +39,7 @@ from gcnzc.train.layerwise.ranges import (
     row_index,
 )
 from gcnzc.train.layerwise.scratch import Scratch, open_scratch
-from gcnzc.train.layerwise.streamed_layer import StreamedLayer
-from gcnzc.train.layerwise.workers import Rows, Store, Workers
+from gcnzc.train.layerwise.store import Rows, Store
 
 Progress: TypeAlias = Callable[[int, int], object]  # called with (done, total)
 
@@ -99,9 +98,7 @@ def inference(
         memory: with `scratch`, bytes for layer outputs in this process at a time, at least 2**20:
             those of the in-neighbours that are aggregated. In addition, memory holds the
             inputs and outputs of one range of `batch_nodes` nodes, and a few bytes for each node of
-            the graph. It also holds the input rows of the in-neighbours of one range if the device
-            is a GPU, the model has `pre_norm` or `pre_activation`, or the dtype of the features is
-            not the model's. Default: an eighth of the available memory.
+            the graph. Default: an eighth of the available memory.
 
     Returns:
         (M, columns) or (N, columns) on the host, the same on all workers. The workers of one
@@ -164,13 +161,13 @@ def inference(
             "versions": f"torch {torch.__version__}, {where.type}",
         }
 
-    store = Store(Workers(group or Group()))
+    store = Store(group or Group())
     with ExitStack() as stack:
         if scratch is not None:
             if memory is None:
                 memory = max(MIN_MEMORY, available_bytes() // 8)
             memory = check_integer("memory", memory, MIN_MEMORY, hint="bytes, such as 2**30")
-            opened = open_scratch(Path(scratch), memory, store.workers, identify)
+            opened = open_scratch(Path(scratch), memory, store.group, identify)
             store = stack.enter_context(opened)
         stack.enter_context(evaluation_mode(model))
         # rows are stored in the dtype of the model
@@ -226,14 +223,15 @@ class _Layers:
     store: Store
 
     def __post_init__(self) -> None:
-        graph, workers = self.graph, self.store.workers
-        self.num_layers, self.rank = self.layer or len(self.model.layers), workers.rank
+        graph, group = self.graph, self.store.group
+        self.num_layers = self.layer or len(self.model.layers)
         self.needed = needed_nodes(graph, self.num_layers, self.nodes, self.batch_nodes)
         self.shares = [
-            assign_ranges(graph, targets, self.batch_nodes, workers.count)
+            assign_ranges(graph, targets, self.batch_nodes, group.world_size)
             for targets in self.needed[1:]
         ]
-        self.own_counts = [sum(end - begin for begin, end in s[self.rank]) for s in self.shares]
+        self.own = [share[group.rank] for share in self.shares]
+        self.own_counts = [sum(end - begin for begin, end in spans) for spans in self.own]
         self.advance = counter(self.progress, sum(self.own_counts))
         # whether the outputs of all layers are combined to the logits
         self.is_combined = self.layer is None
@@ -278,7 +276,7 @@ class _Layers:
             table: its input rows.
             row_of: (N,) the row index of each node in `table`; None if that is the node's id.
         """
-        model, graph, store = self.model, self.graph, self.store
+        model, store = self.model, self.store
         sources, targets = self.needed[index : index + 2]
         has_logits = self.is_combined and index == self.num_layers - 1
         columns = model.out_features if has_logits else model.widths[index]
@@ -286,17 +284,12 @@ class _Layers:
         if rows.is_finished:
             self.advance(self.own_counts[index])
             return rows
-        arguments = model, index, graph, table, row_of, self.device
-        layer = (
-            StreamedLayer(*arguments, store)
-            if isinstance(store, Scratch)
-            else FullLayer(*arguments)
-        )
-        layer.prepare_sources(sources, self.batch_nodes, store)
+        layer = FullLayer(model, index, self.graph, table, row_of, self.device, store)
+        layer.prepare_sources(sources, self.batch_nodes)
 
         def compute(begin: int, end: int) -> list[Tensor]:
             ids = ids_of_range(targets, begin, end)
-            found = layer.outputs(ids, is_range=targets is None)
+            found = layer.outputs(ids)
             if has_logits:
                 found = model.combine([*(rows_of(begin, ids) for rows_of in self.earlier), found])
             return [found]
@@ -330,13 +323,13 @@ class _Layers:
         # the rows of this worker's ranges, so that the others are freed
         kept = {
             begin: rows_of(begin, ids_of_range(self.needed[-1], begin, end))
-            for begin, end in self.shares[-1][self.rank]
+            for begin, end in self.own[-1]
         }
         self.earlier.append(lambda begin, ids: kept[begin])
 
     def _project_features(self) -> FeatureTable:
         """Return the first layer's inputs on the host, for the nodes that are needed."""
-        model, nodes, workers = self.model, self.needed[0], self.store.workers
+        model, nodes = self.model, self.needed[0]
         assert model.input_linear is not None, "the caller has checked"
         rows = self._rows("input", nodes, model.input_linear.out_features)
         count = self.graph.num_nodes if nodes is None else len(nodes)
@@ -346,7 +339,7 @@ class _Layers:
             x = gather_rows(self.table, ids, self.device, parameter_dtype(model))
             return [model.transform_features(x)]
 
-        shares = assign_equal_ranges(count, self.batch_nodes, workers.count)
+        shares = assign_equal_ranges(count, self.batch_nodes, self.store.group.world_size)
         self.store.compute([rows], shares, compute)
         return rows.table()
 

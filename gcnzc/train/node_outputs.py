@@ -18,7 +18,7 @@ from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train.inference import Progress, counter, evaluation_mode, inference
 from gcnzc.train.layerwise.layer import gather_rows
 from gcnzc.train.layerwise.ranges import Span, assign_equal_ranges
-from gcnzc.train.layerwise.workers import MemoryRows, Store, Workers
+from gcnzc.train.layerwise.store import Store
 
 Spans: TypeAlias = Sequence[Span]
 
@@ -112,11 +112,12 @@ def minibatch_outputs(
     Returns:
         (M, columns) on the host, the same on all workers; those of a machine share the memory.
     """
-    store = Store(Workers(of.group))
-    rows = MemoryRows(store.workers.empty(next(of.model.parameters()).dtype, *shape))
-    shares = assign_equal_ranges(shape[0], batch_size, store.workers.count)
-    spans = shares[store.workers.rank]
+    store = Store(of.group)
+    rows = store.rows("outputs", *shape, next(of.model.parameters()).dtype)
+    shares = assign_equal_ranges(shape[0], batch_size, of.group.world_size)
+    spans = shares[of.group.rank]
     advance = counter(of.progress, sum(end - begin for begin, end in spans))
     with evaluation_mode(of.model), closing(compute(spans)) as outputs:
         store.compute([rows], shares, lambda begin, end: [next(outputs)], advance)
-    return rows.tensor
+    found: Tensor = rows.tensor
+    return found

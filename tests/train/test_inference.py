@@ -15,7 +15,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.models import GAT, GCN, SAGE, GATv2
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train.inference import inference
-from gcnzc.train.layerwise import ranges, workers
+from gcnzc.train.layerwise import ranges, store
 from gcnzc.train.layerwise.layer import FullLayer
 
 
@@ -143,8 +143,8 @@ SPREAD = [
 
 def outputs_of_all(group: Group | None) -> list[Tensor]:
     """Outputs of every kind of model, table and choice of nodes, in small ranges."""
-    usual = ranges.BATCH_EDGES, workers.PIECE_BYTES, torch.get_num_threads()
-    ranges.BATCH_EDGES, workers.PIECE_BYTES = 60, 1000
+    usual = ranges.BATCH_EDGES, store.PIECE_BYTES, torch.get_num_threads()
+    ranges.BATCH_EDGES, store.PIECE_BYTES = 60, 1000
     torch.set_num_threads(1)
     torch.manual_seed(0)
     graph, found = random_graph(), []
@@ -164,7 +164,7 @@ def outputs_of_all(group: Group | None) -> list[Tensor]:
                 stacked, graph, FeatureTable(x), nodes=nodes, batch_nodes=7, group=group
             )
             found.append(out.clone())
-    ranges.BATCH_EDGES, workers.PIECE_BYTES = usual[:2]
+    ranges.BATCH_EDGES, store.PIECE_BYTES = usual[:2]
     torch.set_num_threads(usual[2])
     return found
 

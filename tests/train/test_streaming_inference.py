@@ -18,11 +18,11 @@ from gcnzc.exchange import init_group
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.models import GIN, SAGE
+from gcnzc.system.files import locked_folder
 from gcnzc.train import inference as inference_module
 from gcnzc.train.inference import inference
 from gcnzc.train.label_inputs import LabelInputs, append_labels
 from gcnzc.train.layerwise import ranges
-from gcnzc.train.layerwise import scratch as scratch_module
 
 
 @pytest.fixture
@@ -79,14 +79,13 @@ class Killed(BaseException):
 class Computer:
     """Counts the accesses to the disk, and ends at one of them as if the power failed.
 
-    Rows that were written since they were last synchronized are lost, and a journal gets half of
-    what is appended to it.
+    Rows and marks that were written since they were last synchronized are lost.
     """
 
     def __init__(self, monkeypatch, end):
         self.count, self.end, self.lost = 0, end, {}
         self.pwrite, fdatasync = os.pwrite, os.fdatasync
-        append, unlink, ftruncate = scratch_module.append_whole, Path.unlink, os.ftruncate
+        unlink, ftruncate = Path.unlink, os.ftruncate
 
         def pwrite(file, data, at):
             # a part, as a disk that becomes full
@@ -101,13 +100,6 @@ class Computer:
             self.lost.pop(file, None)
             self.step()
 
-        def append_whole(path, data):
-            if self.count + 1 == self.end:
-                append(path, data[: len(data) // 2])
-            self.step()
-            append(path, data)
-            self.step()
-
         def remove(path, missing_ok=False):
             self.step()
             unlink(path, missing_ok=missing_ok)
@@ -120,7 +112,6 @@ class Computer:
         monkeypatch.setattr(os, "fdatasync", sync)
         monkeypatch.setattr(os, "ftruncate", truncate)
         monkeypatch.setattr(Path, "unlink", remove)
-        monkeypatch.setattr(scratch_module, "append_whole", append_whole)
 
     def step(self):
         self.count += 1
@@ -133,7 +124,6 @@ class Computer:
 
 @pytest.mark.parametrize("name", ["gat", pytest.param("deep", marks=pytest.mark.slow)])
 def test_it_resumes_wherever_it_ended(name, small, tmp_path, monkeypatch):
-    monkeypatch.setattr(scratch_module, "SYNC_BYTES", 900)
     graph = random_graph(30, 150)
     options = {} if name == "gat" else STACKS[1]
     model = made("gat" if name == "gat" else "gcn", 30, 8, 4, **options).float()
@@ -194,17 +184,6 @@ def test_rows_of_another_computation_are_refused(small, tmp_path):
         inference(model, graph, FeatureTable(x), scratch=tmp_path, **small)
 
 
-def test_a_journal_line_that_is_not_whole_is_ignored(tmp_path):
-    whole = b'["layer-1", 0, 4]\n'
-    for rank in (0, 1):
-        cut = b'["layer-1", 4, 8]'
-        (tmp_path / f"journal-{rank}.jsonl").write_bytes(whole + cut)
-    assert scratch_module.Journal(tmp_path, 0).spans == {"layer-1": {(0, 4)}}
-    assert (tmp_path / "journal-0.jsonl").read_bytes() == whole
-    # the file of another worker, which may be writing it
-    assert (tmp_path / "journal-1.jsonl").read_bytes() == whole + cut
-
-
 def test_wrong_folders_and_memory_are_refused(small, tmp_path, monkeypatch):
     monkeypatch.setattr(inference_module, "MIN_MEMORY", 1 << 20)
     graph, model = random_graph(), made("gcn", 5, 8, 4)
@@ -228,7 +207,7 @@ def test_wrong_folders_and_memory_are_refused(small, tmp_path, monkeypatch):
     assert foreign.exists()
     folder = tmp_path / "used"
     folder.mkdir()
-    with scratch_module._locked(folder), pytest.raises(ValueError, match="uses the scratch folder"):
+    with locked_folder(folder), pytest.raises(ValueError, match="uses the scratch folder"):
         inference(model, graph, table, scratch=folder)
     # rows that are cut short
     inference(model, graph, table, scratch=folder)
@@ -244,7 +223,7 @@ def test_the_file_that_a_full_disk_cannot_hold_is_named(call, small, tmp_path, m
 
     monkeypatch.setattr(os, call, fail)
     table = FeatureTable(torch.randn(60, 5).double())
-    with pytest.raises(OSError, match=r"No space left on device: '.*\.rows'"):
+    with pytest.raises(OSError, match=r"No space left on device: '.*\.unfinished'"):
         inference(made("gcn", 5, 8, 4), random_graph(), table, scratch=tmp_path, **small)
 
 
@@ -256,7 +235,6 @@ def problem(num_nodes=3000):
 
 def infer_until(folder, last):
     model, graph, table = problem()
-    scratch_module.SYNC_BYTES = 1 << 14
     calls = count_calls(
         lambda: inference(model, graph, table, scratch=folder, memory=1 << 20), last
     )

@@ -69,7 +69,7 @@ def ranges(graph: Graph, ids: Tensor | None, batch_nodes: int) -> Iterator[Span]
     Yields:
         Begin and end of each range, as positions in `ids`.
     """
-    ends = _offsets(graph, ids)
+    ends = offsets(graph, ids)
     begin, count = 0, len(ends) - 1
     while begin < count:
         edge_limit = int(torch.searchsorted(ends, ends[begin] + BATCH_EDGES, right=True)) - 1
@@ -90,7 +90,7 @@ def assign_ranges(
     Returns:
         The ranges of each worker, in ascending order.
     """
-    ends, spans = _offsets(graph, ids), list(ranges(graph, ids, batch_nodes))
+    ends, spans = offsets(graph, ids), list(ranges(graph, ids, batch_nodes))
     return divide_spans(spans, [e - b + int(ends[e] - ends[b]) for b, e in spans], num_workers)
 
 
@@ -129,29 +129,28 @@ def divide_spans(spans: Sequence[Span], costs: Sequence[int], num_workers: int) 
     return shares
 
 
-def _offsets(graph: Graph, ids: Tensor | None) -> Tensor:
+def offsets(graph: Graph, ids: Tensor | None) -> Tensor:
     """Return the cumulative in-degrees of `ids` or of all nodes, (n + 1,), starting with 0."""
     if ids is None:
         return graph.indptr
     return functional.pad(degrees_of(graph, ids).cumsum(0), (1, 0))
 
 
-def in_edges(graph: Graph, ids: Tensor | slice) -> tuple[Tensor, Tensor]:
-    """Return the in-edges of nodes in CSC format.
+def in_edges(graph: Graph, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the in-edges of nodes in CSC format; those of consecutive nodes are not copied.
 
     Args:
         graph: the whole graph.
-        ids: (T,) int64 node ids, or a slice of consecutive ones.
+        ids: (T,) int64 node ids.
 
     Returns:
         (T + 1,) int64 offsets, and (E,) node ids of the sources, with the dtype of `graph.indices`.
     """
-    if isinstance(ids, slice):
-        bounds = graph.indptr[ids.start : ids.stop + 1]
+    if len(ids) and bool((ids.diff() == 1).all()):
+        bounds = graph.indptr[int(ids[0]) : int(ids[-1]) + 2]
         return bounds - bounds[0], graph.indices[int(bounds[0]) : int(bounds[-1])]
-    degrees = degrees_of(graph, ids)
-    indptr = functional.pad(degrees.cumsum(0), (1, 0))
-    shift = (graph.indptr[ids] - indptr[:-1]).repeat_interleave(degrees)
+    indptr = offsets(graph, ids)
+    shift = (graph.indptr[ids] - indptr[:-1]).repeat_interleave(indptr.diff())
     return indptr, graph.indices[torch.arange(len(shift)) + shift]
 
 

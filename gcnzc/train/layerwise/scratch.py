@@ -1,19 +1,16 @@
 """A scratch folder with layer outputs, from which interrupted inference resumes.
 
-`scratch.json` identifies the model, the graph and the features; files `NAME.rows` have the rows,
-and `journal-RANK.jsonl` the ranges of them that are finished.
+`scratch.json` identifies the model, the graph and the features. `NAME.rows` has the finished rows
+of a name. Rows of which some are not finished are in `NAME.unfinished`, followed by a byte for each
+row: 1 if the range that begins at this row is on the disk. A file is renamed when all rows are.
 """
 
-import json
 import mmap
 import os
-import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,178 +18,84 @@ import torch
 from torch import Tensor
 
 from gcnzc._files import lock, other_process, remove_partial, sync
+from gcnzc.exchange import Group, run
 from gcnzc.exchange.long_work import joint_work
+from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.features.table import FeatureTable
 from gcnzc.system import files
-from gcnzc.system.files import append_whole
 from gcnzc.system.host_memory import PAGE_BYTES
 from gcnzc.train.layerwise.ranges import Span
-from gcnzc.train.layerwise.workers import Store, Workers
+from gcnzc.train.layerwise.store import Rows, Store
 
-IDENTITY, SUFFIX, JOURNALS = "scratch.json", ".rows", "journal-*.jsonl"
+IDENTITY, FINISHED, UNFINISHED = "scratch.json", ".rows", ".unfinished"
 
 # with another format, stored rows are not reused
-FORMAT = 2
+FORMAT = 3
 
 # a gather keeps at most this much of a file resident, or a quarter of the memory if that is less
 WINDOW_BYTES = 1 << 26
 
-# ranges are recorded in the journal once their rows are synchronized with the disk, together for
-# this many bytes or seconds, because synchronizing takes milliseconds
-SYNC_BYTES, SYNC_S = 1 << 26, 5.0
+# of a range of rows that are on the disk
+_MARK = b"\1"
 
 
-class Journal:
-    """The finished ranges of all workers of a machine, and the file of this worker.
+class StoredRows(Rows):
+    """Rows in a file: written range by range, and gathered in bounded memory.
 
-    Each worker appends to a file of its own, a line for each range of the rows of a name, or for
-    the name alone when all of its rows are finished. A line is written after the rows are on the
-    disk, so that the journal survives a process that is killed at any moment. A line that is not
-    whole is ignored and removed.
+    A range is marked after its rows are on the disk, so that the marks are right if a process is
+    killed or the machine loses power at any moment.
 
     Args:
-        folder: folder of the journals of all workers.
-        rank: this worker's rank.
-
-    Attributes:
-        spans: for each name of rows, the finished ranges.
-        finished: the names of rows of which all ranges are finished.
-
-    Raises:
-        OSError: a journal cannot be read or written.
-    """
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.path = folder / f"journal-{rank}.jsonl"
-        self.spans: dict[str, set[Span]] = defaultdict(set)
-        self.finished: set[str] = set()
-        for path in sorted(folder.glob(JOURNALS)):
-            data, whole = path.read_bytes(), 0
-            for line in data.splitlines(keepends=True):
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    self._add(*json.loads(line))
-                except (ValueError, TypeError):
-                    break
-                whole += len(line)
-            if path == self.path and whole < len(data):
-                # the next line must not continue one that is not whole
-                os.truncate(path, whole)
-
-    def _add(self, name: str, begin: int | None = None, end: int = 0) -> None:
-        if begin is None:
-            self.finished.add(name)
-        else:
-            self.spans[name].add((begin, end))
-
-    def add(self, name: str, spans: Sequence[Span] | None = None) -> None:
-        """Record finished ranges, or that all of a name are finished; the rows are on the disk.
-
-        Raises:
-            OSError: the disk is full or may not be written. The journal is as before.
-        """
-        entries: list[tuple[Any, ...]] = [(name,)]
-        if spans is not None:
-            entries = [(name, begin, end) for begin, end in spans]
-        is_new = not self.path.exists()
-        lines = "".join(json.dumps(entry) + "\n" for entry in entries)
-        try:
-            append_whole(self.path, lines.encode())
-            sync(self.path)
-            if is_new:
-                sync(self.path.parent)
-        except OSError as error:
-            error.filename = error.filename or str(self.path)
-            raise
-        for entry in entries:
-            self._add(*entry)
-
-
-class StoredRows:
-    """Layer outputs in a file: written range by range, and gathered in bounded memory; see `Rows`.
-
-    Args:
-        path: the file, created if needed.
-        num_rows: n.
-        num_columns: columns.
+        path: the file, which is created unless it is finished.
+        shape: n rows, and columns.
         dtype: dtype of the elements.
-        journal: has the finished ranges.
         window_bytes: bytes of the file that a gather maps at a time.
 
     Raises:
         OSError: the file cannot be created.
-        ValueError: the journal has finished ranges, and the file is missing or too short.
+        ValueError: a finished file does not have the size of the rows.
     """
 
     def __init__(
-        self,
-        path: Path,
-        num_rows: int,
-        num_columns: int,
-        dtype: torch.dtype,
-        journal: Journal,
-        window_bytes: int,
+        self, path: Path, shape: tuple[int, int], dtype: torch.dtype, window_bytes: int
     ) -> None:
-        self.path, self.num_rows, self.num_columns, self.dtype = path, num_rows, num_columns, dtype
-        self.journal, self.window_bytes = journal, window_bytes
-        self.name = path.stem
-        self.row_bytes = num_columns * dtype.itemsize
-        self._pending: list[Span] = []
-        self._pending_bytes, self._synced_at = 0, time.monotonic()
-        num_bytes = num_rows * self.row_bytes
-        has_rows = self.is_finished or bool(journal.spans[self.name])
-        found = path.stat().st_size if path.exists() else 0
-        if has_rows and found != num_bytes:
+        self.path, self.shape, self.dtype, self.window_bytes = path, shape, dtype, window_bytes
+        self.row_bytes = shape[1] * dtype.itemsize
+        self._marks = shape[0] * self.row_bytes
+        num_bytes = self._marks + shape[0]
+        found = path.stat().st_size if path.suffix == FINISHED else num_bytes
+        if found != num_bytes:
             raise ValueError(
-                f"{path} has {found:,} bytes instead of {num_bytes:,}, but its journal lists "
-                f"finished rows\n\nhint: delete the folder {path.parent}, and start again"
+                f"{path} has {found:,} bytes instead of {num_bytes:,}\n\n"
+                f"hint: delete the folder {path.parent}, and start again"
             )
-        is_new = not path.exists()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        if found < num_bytes:
-            os.ftruncate(self._file, num_bytes)
-        if is_new:
-            # the journal must not list rows of a file that a power failure removes
-            sync(path.parent)
+        # bytes after the end of the file are 0
+        os.ftruncate(self._file, num_bytes)
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
             os.close(self._file)
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether all rows are computed and on the disk."""
-        return self.name in self.journal.finished
+    def has(self, begin: int) -> bool:
+        """See `Rows`."""
+        return self.is_finished or os.pread(self._file, 1, self._marks + begin) == _MARK
 
-    def has(self, begin: int, end: int) -> bool:
-        """Whether the rows from `begin` to before `end` are computed and on the disk."""
-        return self.is_finished or (begin, end) in self.journal.spans[self.name]
-
-    def write(self, begin: int, end: int, values: Tensor) -> None:
-        """Write the rows of a range; `sync` records it.
-
-        Args:
-            begin: first row.
-            end: last row + 1.
-            values: (end - begin, num_columns) of any device, converted to `dtype`.
+    def write(self, begin: int, values: Tensor) -> None:
+        """See `Rows`; values are converted to `dtype`.
 
         Raises:
             OSError: the disk is full. Ranges that are recorded remain valid.
         """
         data = values.detach().to("cpu", self.dtype).contiguous()
-        if self.num_columns:
-            rest = bytes_of(data)
-            at = begin * self.row_bytes
-            with self._named_errors():
-                # a disk that becomes full accepts a part first
-                while rest:
-                    written = os.pwrite(self._file, rest, at)
-                    rest, at = rest[written:], at + written
-        self._pending.append((begin, end))
-        self._pending_bytes += (end - begin) * self.row_bytes
-        if self._pending_bytes >= SYNC_BYTES or time.monotonic() - self._synced_at >= SYNC_S:
-            self.sync()
+        self._write(begin * self.row_bytes, bytes_of(data))
+
+    def _write(self, at: int, rest: memoryview | bytes) -> None:
+        with self._named_errors():
+            # a disk that becomes full accepts a part first
+            while rest:
+                written = os.pwrite(self._file, rest, at)
+                rest, at = rest[written:], at + written
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -203,36 +106,30 @@ class StoredRows:
             error.filename = str(self.path)
             raise
 
-    def sync(self) -> None:
-        """Wait until all written rows are on the disk, then record their ranges.
+    def record(self, begin: int) -> None:
+        """Wait until the written rows are on the disk, and mark their range.
 
         Raises:
             OSError: the disk is full.
         """
-        if self._pending:
-            with self._named_errors():
-                os.fdatasync(self._file)
-            self.journal.add(self.name, self._pending)
-        self._pending, self._pending_bytes, self._synced_at = [], 0, time.monotonic()
+        with self._named_errors():
+            os.fdatasync(self._file)
+        self._write(self._marks + begin, _MARK)
 
-    def read(self, begin: int, end: int) -> Tensor:
-        """Read the rows of a range.
-
-        Args:
-            begin: first row.
-            end: last row + 1.
-
-        Returns:
-            (end - begin, num_columns) on the host.
+    def finish(self) -> None:
+        """Wait until all rows are on the disk, and rename the file.
 
         Raises:
-            OSError: the file cannot be read.
+            OSError: the disk is full.
         """
-        return map_rows(self._file, self.num_rows, self.num_columns, self.dtype)[1][begin:end]
+        with self._named_errors():
+            os.fdatasync(self._file)
+            self.path = self.path.replace(self.path.with_suffix(FINISHED))
+            sync(self.path.parent)
 
     def table(self) -> FeatureTable:
-        """Return the finished rows as a table that is read in bounded memory."""
-        memory, rows = map_rows(self._file, self.num_rows, self.num_columns, self.dtype)
+        """Return the rows as a table that is read in bounded memory."""
+        memory, rows = map_rows(self._file, *self.shape, self.dtype)
         return StoredTable(rows, memory=memory, window_bytes=self.window_bytes)
 
 
@@ -252,26 +149,17 @@ class StoredTable(FeatureTable):
     ) -> Tensor:
         """See `FeatureTable.gather`."""
         memory = self.memory
-        if memory is None or len(ids) == 0:
+        if memory is None:
             return super().gather(ids, out, threads=threads)
-        order = None
-        if len(ids) > 1 and not bool((ids[1:] >= ids[:-1]).all()):
-            order = ids.argsort()
-            ids = ids[order]
         result = torch.empty(len(ids), self.num_columns, dtype=self.dtype) if out is None else out
+        ids, order = ids.sort()
         step = max(1, self.window_bytes // self.row_bytes)
-        first, last = int(ids[0]) // step * step, int(ids[-1])
-        edges = torch.arange(first, last + step, step, dtype=ids.dtype)
-        bounds = [*torch.searchsorted(ids, edges).tolist(), len(ids)]
-        for window, (begin, end) in enumerate(pairwise(bounds)):
-            if begin == end:
-                continue
-            if order is None:
-                super().gather(ids[begin:end], result[begin:end], threads=threads)
-            else:
-                part = super().gather(ids[begin:end], threads=threads)
-                result[order[begin:end]] = part
-            self._release(memory, first + window * step, first + (window + 1) * step)
+        windows, counts = torch.unique_consecutive(ids // step, return_counts=True)
+        sizes = counts.tolist()
+        parts = zip(windows.tolist(), order.split(sizes), ids.split(sizes), strict=True)
+        for window, places, own in parts:
+            result[places] = super().gather(own, threads=threads)
+            self._release(memory, window * step, (window + 1) * step)
         return result
 
     def _release(self, memory: mmap.mmap, begin: int, end: int) -> None:
@@ -306,25 +194,24 @@ class Scratch(Store):
     """The layer outputs in a scratch folder, which `open_scratch` opens.
 
     Args:
-        folder: the folder of this machine's rows.
+        folder: the folder; the workers of several machines use a folder in it for each machine.
         memory: bytes for the layer outputs that are in memory at a time.
-        workers: the workers that compute the rows.
-
-    Raises:
-        OSError: a journal cannot be read.
+        group: the workers that compute the rows.
     """
 
-    def __init__(self, folder: Path, memory: int, workers: Workers) -> None:
-        super().__init__(workers)
-        self.folder, self.memory = folder, memory
+    def __init__(self, folder: Path, memory: int, group: Group) -> None:
+        super().__init__(group)
+        own_first = self.firsts[group.rank]
+        self.folder = folder / f"machine-{own_first}" if self.has_several_machines else folder
+        self.is_first = own_first == group.rank  # of its machine
+        self.memory = memory
         self.window_bytes = min(WINDOW_BYTES, max(1, memory // 4))
-        self.journal = Journal(folder, workers.rank)
 
     def is_finished(self, name: str) -> bool:
         """See `Store`; a collective call."""
-        is_finished = name in self.journal.finished
-        if self.workers.has_several_machines:
-            is_finished = bool(self.workers.minimum(int(is_finished)))
+        is_finished = (self.folder / (name + FINISHED)).exists()
+        if self.has_several_machines:
+            is_finished = all(run(all_gather_scalar(int(is_finished)), self.group))
         return is_finished
 
     def rows(self, name: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> StoredRows:
@@ -332,48 +219,45 @@ class Scratch(Store):
 
         Raises:
             OSError: the file cannot be created.
-            ValueError: the file is not as its journal says.
+            ValueError: a finished file does not have the size of the rows.
         """
-        if not self.is_finished(name):
-            # another machine lacks rows that this one has
-            self.journal.finished.discard(name)
-        with joint_work(self.workers.group):
-            path = self.folder / (name + SUFFIX)
-            return StoredRows(path, num_rows, num_columns, dtype, self.journal, self.window_bytes)
+        is_finished = self.is_finished(name)
+        with joint_work(self.group):
+            path = self.folder / (name + FINISHED)
+            if not path.exists():
+                path = path.with_suffix(UNFINISHED)
+            rows = StoredRows(path, (num_rows, num_columns), dtype, self.window_bytes)
+            # another machine may lack rows that this one has
+            rows.is_finished = is_finished
+        return rows
 
     def finish(self, rows: Any, shares: Sequence[Sequence[Span]]) -> None:
-        """See `Store`; also record that all rows are finished.
+        """See `Store`; the rows are then finished.
 
         Raises:
             OSError: the disk is full.
         """
         super().finish(rows, shares)
-        with joint_work(self.workers.group):
-            if self.workers.is_first:
-                rows.sync()
-                self.journal.add(rows.name)
-        self.journal.finished.add(rows.name)
+        with joint_work(self.group):
+            if self.is_first:
+                rows.finish()
+        rows.is_finished = True
 
     def remove(self, names: Sequence[str]) -> None:
         """Delete the files of rows that are not needed any more, after all have called `finish`."""
-        if self.workers.is_first:
+        if self.is_first:
             for name in names:
-                (self.folder / (name + SUFFIX)).unlink(missing_ok=True)
+                (self.folder / (name + FINISHED)).unlink(missing_ok=True)
 
 
 @contextmanager
 def open_scratch(
-    folder: Path,
-    memory: int,
-    workers: Workers,
-    identify: Callable[[], Mapping[str, Any]],
+    folder: Path, memory: int, group: Group, identify: Callable[[], Mapping[str, Any]]
 ) -> Iterator[Scratch]:
     """Open a scratch folder, which is created if needed and locked; a collective call.
 
     Args:
-        folder: the folder; the workers of several machines use a folder in it for each machine.
-        memory: see `Scratch`.
-        workers: the workers that compute the rows.
+        folder, memory, group: see `Scratch`.
         identify: returns what the rows depend on, as values of JSON.
 
     Raises:
@@ -381,14 +265,19 @@ def open_scratch(
             another process uses it.
         OSError: the folder cannot be created, or the disk is full.
     """
-    own = folder
-    if workers.has_several_machines:
-        own = folder / f"machine-{workers.firsts[workers.rank]}"
+    scratch = Scratch(folder, memory, group)
+    own = scratch.folder
     with ExitStack() as stack:
-        with joint_work(workers.group) as work:
-            if workers.is_first:
+        with joint_work(group) as work:
+            if scratch.is_first:
                 own.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(_locked(own))
+                descriptor = os.open(own, os.O_RDONLY | os.O_CLOEXEC)
+                stack.callback(os.close, descriptor)
+                if not lock(descriptor):
+                    raise ValueError(
+                        f"{other_process(descriptor)} uses the scratch folder {own}\n\n"
+                        "hint: wait for it, or give another folder"
+                    )
                 try:
                     _claim(own, work.run_in_thread(lambda: {"format": FORMAT, **identify()}))
                 except BaseException:
@@ -396,44 +285,14 @@ def open_scratch(
                     with suppress(OSError):
                         own.rmdir()
                     raise
-        with joint_work(workers.group):
-            scratch = Scratch(own, memory, workers)
         yield scratch
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if not lock(descriptor):
-            raise ValueError(
-                f"{other_process(descriptor)} uses the scratch folder {folder}\n\n"
-                "hint: wait for it, or give another folder"
-            )
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _claim(folder: Path, identity: Mapping[str, Any]) -> None:
     """Check whose rows a folder has, and record whose it has from now on."""
     path = folder / IDENTITY
-    if not path.exists():
-        names = (found.name for found in folder.iterdir())
-        others = sorted(name for name in names if not name.startswith(f".{IDENTITY}."))
-        if others:
-            raise ValueError(
-                f"{folder} is not a scratch folder: it has {others[0]}\n\n"
-                "hint: give a new or an empty folder"
-            )
-    else:
-        try:
-            found = files.read_json(path)
-        except ValueError as error:
-            raise ValueError(
-                f"{str(error).partition(chr(10))[0]}\n\n"
-                "hint: give another folder, or delete this one; its rows cannot be reused"
-            ) from error
+    if path.exists():
+        found = files.read_json(path, "give another folder, or delete this one with its rows")
         differing = [key for key in identity if found.get(key) != identity[key]]
         if differing:
             raise ValueError(
@@ -442,6 +301,14 @@ def _claim(folder: Path, identity: Mapping[str, Any]) -> None:
             )
         remove_partial(folder)
         return
+    # a process that was killed may have left a part of the identity
+    others = (each.name for each in folder.iterdir() if not each.name.startswith(f".{path.stem}."))
+    other = min(others, default=None)
+    if other is not None:
+        raise ValueError(
+            f"{folder} is not a scratch folder: it has {other}\n\n"
+            "hint: give a new or an empty folder"
+        )
     remove_partial(folder)
     files.write_json(path, identity)
 
@@ -454,10 +321,8 @@ def remove_scratch(folder: Path) -> None:
     """
     if not (folder / IDENTITY).is_file():
         return
-    # the journals first: without them, no rows are reused
-    for pattern in (JOURNALS, f"*{SUFFIX}"):
+    for pattern in (f"*{FINISHED}", f"*{UNFINISHED}", IDENTITY):
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
-    (folder / IDENTITY).unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
