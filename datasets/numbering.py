@@ -128,8 +128,18 @@ def read_numbers(
     columns: Sequence[str],
     numbering: Numbering | KnownNodes,
     progress: Progress = no_progress,
+    hint: str = "add the node, or remove the line; ids are compared as text, so that 7, 07 and 7.0 "
+    "differ. Without a column id, nodes are numbered from 0; if the edges count from 1, add this "
+    "column",
 ) -> list[Array]:
     """Read columns of ids, such as the ends of edges, as (E,) arrays of node numbers.
+
+    Args:
+        table: of edges, pairs or nodes.
+        columns: names of columns.
+        numbering: of the nodes.
+        progress: see `Table.chunks`.
+        hint: of the error for an unknown id.
 
     Raises:
         ValueError: an id is missing or unknown; the message names the line.
@@ -146,7 +156,8 @@ def read_numbers(
             if len(wrong):
                 row = int(wrong[0])
                 where = table.place(chunk.first + row, column)
-                raise ValueError(_unknown(where, str(values[codes[row]]), numbering.count))
+                text = str(values[codes[row]])
+                raise ValueError(_unknown(where, text, numbering.count, hint))
             found.append(rows)
     empty = np.empty(0, np.int64)
     return [numbering.finish(np.concatenate([empty, *found])) for found in ends]
@@ -159,15 +170,10 @@ def _index(texts: Array) -> Any:
     return pd.Index(texts, dtype=object)
 
 
-def _unknown(where: str, text: str, count: int | None) -> str:
+def _unknown(where: str, text: str, count: int | None, hint: str) -> str:
     if text == "":
         return f"{where}: the id is missing\n\nhint: fill the cell, or remove the line"
-    return (
-        f"{where}: no node has the id {text!r}; there are {count or 0:,} nodes\n\n"
-        "hint: add the node, or remove the line; ids are compared as text, so that "
-        "7, 07 and 7.0 differ. Without a column id, nodes are numbered from 0; if the edges count "
-        "from 1, add this column"
-    )
+    return f"{where}: no node has the id {text!r}; there are {count or 0:,} nodes\n\nhint: {hint}"
 
 
 def dense_integers(ids: Array) -> Array | None:

@@ -149,7 +149,7 @@ class PredictConfig(Options):
     """file to write, .csv, .csv.gz, .parquet or .npy; embeddings: .npy"""
     nodes: str = option("all")
     """nodes to predict: all; train, valid or test; or a file of ids, .csv or .parquet with a column
-    `node`, or .npy"""
+    `node` or `id` or with one column of any name, or .npy"""
     pairs: Path | None = option()
     """link prediction: file of pairs of ids, .csv or .parquet with the columns `source` and
     `target`, or .npy of shape (2, pairs)"""

@@ -26,7 +26,6 @@ from gcnzc.models.stack import Model, check_columns, parameter_dtype
 from gcnzc.sampling.neighbor import check_graph, check_seeds
 from gcnzc.system.arguments import IdsLike, check_callable, check_device, check_integer, check_kind
 from gcnzc.system.host_memory import available_bytes
-from gcnzc.train.label_inputs import LabelledTable
 from gcnzc.train.layerwise import ranges
 from gcnzc.train.layerwise.layer import FullLayer, gather_rows
 from gcnzc.train.layerwise.ranges import (
@@ -38,7 +37,7 @@ from gcnzc.train.layerwise.ranges import (
     needed_nodes,
     row_index,
 )
-from gcnzc.train.layerwise.scratch import Scratch, open_scratch
+from gcnzc.train.layerwise.scratch import Scratch, bytes_of, open_scratch
 from gcnzc.train.layerwise.store import Rows, Store
 
 Progress: TypeAlias = Callable[[int, int], object]  # called with (done, total)
@@ -350,9 +349,25 @@ def fingerprint(*parts: Any) -> str:
     for part in parts:
         text = repr(part)
         if isinstance(part, Tensor):
-            text = f"{part.dtype} {tuple(part.shape)} {checksum(part)}"
+            text = f"{part.dtype} {tuple(part.shape)} {_fingerprint_of_rows(part.detach())}"
         digest.update(f"{text}\n".encode())
     return digest.hexdigest()
+
+
+def _fingerprint_of_rows(rows: Tensor) -> str:
+    rows = rows.view(1) if rows.ndim == 0 else rows
+    row_bytes = rows[:1].numel() * rows.itemsize
+    return checksum(lambda begin, end: rows[begin:end], len(rows), row_bytes)
+
+
+def fingerprint_of_table(table: FeatureTable) -> str:
+    """Return a checksum of the rows that are gathered from a table."""
+
+    def read(begin: int, end: int) -> Tensor:
+        return table.gather(torch.arange(begin, end, device=table.device), threads=1)
+
+    row_bytes = table.num_columns * table.dtype.itemsize
+    return fingerprint(table.dtype, checksum(read, table.num_rows, row_bytes))
 
 
 def fingerprint_of_model(model: Model) -> str:
@@ -363,34 +378,23 @@ def fingerprint_of_model(model: Model) -> str:
     return fingerprint(model, activation, *order, *state)
 
 
-def fingerprint_of_table(table: FeatureTable) -> str:
-    """Return a checksum of a feature table."""
-    if isinstance(table, LabelledTable):
-        assert table.table is not None, "as constructed"
-        assert table.labels is not None, "as constructed"
-        own = fingerprint_of_table(table.table)
-        return fingerprint(own, table.labels.values, table.labels.is_input)
-    rows, parts = table.rows, [table.rows]
-    if table.is_sparse:
-        parts = [rows.crow_indices(), rows.col_indices(), rows.values()]
-    shape = table.num_rows, table.num_columns, table.scale_columns
-    return fingerprint(*parts, table.scales, *shape)
-
-
-def checksum(tensor: Tensor) -> str:
-    """Return a checksum of the elements of a strided tensor on any device.
+def checksum(read: Callable[[int, int], Tensor], num_rows: int, row_bytes: int) -> str:
+    """Return a checksum of rows.
 
     It is a SHA-256 of CRC-32s, which are computed in parallel. It detects accidental
     changes, not deliberate collisions.
+
+    Args:
+        read: `read(begin, end)` returns rows, on any device; several threads call it.
+        num_rows: number of rows.
+        row_bytes: bytes of a row.
     """
-    rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
-    row_bytes = rows[:1].numel() * rows.element_size()
     step = max(1, CHUNK_BYTES // max(row_bytes, 1))
 
     def code_of(begin: int) -> int:
-        chunk = rows[begin : begin + step].cpu().contiguous().view(-1)
-        return zlib.crc32(chunk.view(torch.uint8).numpy().data)
+        rows = read(begin, min(begin + step, num_rows)).cpu().contiguous()
+        return zlib.crc32(bytes_of(rows))
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
-        codes = list(threads.map(code_of, range(0, len(rows), step)))
+        codes = list(threads.map(code_of, range(0, num_rows, step)))
     return hashlib.sha256(repr(codes).encode()).hexdigest()

@@ -9,7 +9,7 @@ training nodes have their labels as features; labels of other nodes are never fe
 Notation: N nodes, n nodes of a minibatch, D features, C classes or label columns.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -127,8 +127,8 @@ class LabelledTable(FeatureTable):
     Rows cannot be read in place, only gathered, as those of a sparse table.
     """
 
-    table: FeatureTable | None = None
-    labels: LabelInputs | None = None
+    table: FeatureTable = field(kw_only=True)
+    labels: LabelInputs = field(kw_only=True)
 
     def __post_init__(self) -> None:
         # the wrapped table has been checked
@@ -142,22 +142,17 @@ class LabelledTable(FeatureTable):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of gathered rows: at least float32, whose range the labels have."""
-        assert self.table is not None
         return torch.promote_types(self.table.dtype, torch.float32)
 
     @property
     def num_columns(self) -> int:
         """Number of columns, D + C."""
-        assert self.table is not None
-        assert self.labels is not None
         return self.table.num_columns + self.labels.num_columns
 
     def gather(
         self, ids: Tensor, out: Tensor | None = None, *, threads: int | None = None
     ) -> Tensor:
         """Gather rows `ids` into a dense (B, D + C) tensor; see `FeatureTable.gather`."""
-        assert self.table is not None
-        assert self.labels is not None
         rows = self.labels.extend(self.table.gather(ids, threads=threads), ids.long())
         return rows if out is None else out.copy_(rows)
 

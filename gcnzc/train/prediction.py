@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.datasets.numbering import KnownNodes
 from gcnzc.datasets.source import SPLITS
 from gcnzc.graph.hetero.graph import HeteroGraph
 from gcnzc.graph.hetero.times import as_times, describe_wrong_time, parse_times
@@ -25,6 +24,7 @@ from gcnzc.train.build import build_hetero_sampler, choose_fanouts
 from gcnzc.train.config import check_fanouts
 from gcnzc.train.hetero.inference import hetero_outputs, with_embeddings
 from gcnzc.train.node_outputs import Evaluated
+from gcnzc.train.prediction_files import find_nodes, read_nodes, read_pairs, read_times
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.trained import Array, Trained, open_trained
 
@@ -94,7 +94,7 @@ class NodeEmbeddings:
 
 
 def predict(
-    run: str | Path,
+    run: str | Path | Trained,
     data: str | Path | None = None,
     *,
     nodes: Any = None,
@@ -111,11 +111,13 @@ def predict(
     than the node.
 
     Args:
-        run: the run folder.
+        run: the run folder; or for several calls what `gcnzc.train.trained.open_trained` returns,
+            with its own graph and device.
         data: a graph with the same features, which may have other nodes and no labels; None for
             that of the run.
-        nodes: ids of nodes, in any order, as the graph's source has them; or "train", "valid" or
-            "test"; None or "all" for all nodes.
+        nodes: ids of nodes, in any order, as the graph's source has them; a `Path` of a file of
+            ids, see `gcnzc.train.prediction_files.read_nodes`; or "train", "valid" or "test"; None
+            or "all" for all nodes.
         fanouts: heterogeneous graphs: neighbours sampled per node and edge type, one number per
             layer, input layer first. None for all neighbours.
         device: `auto`, `cpu` or `cuda`.
@@ -143,21 +145,40 @@ def predict(
 
         OSError: the disk of the scratch folder is full.
     """
-    trained = open_trained(Path(run), data, device)
-    check_task(trained, has_pairs=False)
+    trained = _open_run(run, data, device)
+    if trained.is_link:
+        raise ValueError(
+            "this is a link-prediction run, and predicts scores of pairs\n\n"
+            "hint: --pairs FILE names the pairs (in Python predict_links); `gcnzc predict RUN "
+            "--embeddings --out FILE.npy` writes the embeddings of nodes"
+        )
+    how: dict[str, Any] = {"fanouts": fanouts, "scratch": scratch, "memory": memory}
+    _check_options(trained, **how)
+    target = trained.data.target if trained.is_hetero else ""
     indices: Array | None = None
-    if isinstance(nodes, str):
-        indices = None if nodes == "all" else split_indices(trained, nodes)
+    if isinstance(nodes, Path):
+        indices = read_nodes(nodes, trained.known_nodes(target))
+    elif isinstance(nodes, str):
+        indices = None if nodes == "all" else _split_indices(trained, nodes)
     elif nodes is not None:
-        indices = find_nodes(trained.target_index, nodes, "nodes")
-    reporter = reporter or NullReporter()
-    return predict_nodes(
-        trained, indices, reporter, fanouts=fanouts, scratch=scratch, memory=memory
-    )
+        indices = find_nodes(trained.known_nodes(target), nodes, "nodes")
+    logits = trained.outputs(reporter, "predict", nodes=indices, node_type=target, **how)
+    _check_finite(logits)
+    schema, ids = trained.schema, trained.node_ids(indices, target)
+    if schema.is_multi_label:
+        probabilities = logits.sigmoid()
+        classes: Array = (logits > 0).long().numpy()
+    else:
+        probabilities = logits.softmax(dim=1)
+        classes = logits.argmax(dim=1).numpy()
+        if schema.classes is not None:
+            classes = np.array(schema.classes, dtype=str)[classes]
+    columns = list(map(str, schema.classes or range(schema.num_outputs)))
+    return NodePredictions(ids, classes, probabilities.numpy(), columns, trained.epoch)
 
 
 def predict_links(
-    run: str | Path,
+    run: str | Path | Trained,
     data: str | Path | None = None,
     *,
     pairs: Any,
@@ -175,12 +196,12 @@ def predict_links(
     unless `data` is given, or the run is temporal by the times of the edges.
 
     Args:
-        run: the run folder.
-        data: see `predict`.
-        pairs: (2, M) ids of the sources and the targets, as the graph's source has them.
+        run, data: see `predict`.
+        pairs: (2, M) ids of the sources and the targets, as the graph's source has them; or a
+            `Path` of a file of pairs, see `gcnzc.train.prediction_files.read_pairs`.
         times: of the pairs, for temporal runs: (M,) integers in the unit of the graph's times, or
-            one for all; or dates, if `graph.time_unit` is set. Neighbours are earlier. None for a
-            time after all nodes and edges.
+            one for all; or dates, if `graph.time_unit` is set. Neighbours are earlier. None for
+            those of the file, or for a time after all nodes and edges.
         fanouts: see `predict`.
         device: `auto`, `cpu` or `cuda`.
         scratch, memory: see `gcnzc.inference`; not for heterogeneous graphs.
@@ -207,31 +228,45 @@ def predict_links(
 
         OSError: the disk of the scratch folder is full.
     """
-    trained = open_trained(Path(run), data, device)
-    check_task(trained, has_pairs=True)
-    if len(pairs) != 2 or len(pairs[0]) != len(pairs[1]):
+    trained = _open_run(run, data, device)
+    if not trained.is_link:
+        raise ValueError(
+            "this is a node-classification run, and predicts classes of nodes\n\n"
+            "hint: omit --pairs (in Python use predict), or train with --task link"
+        )
+    how: dict[str, Any] = {"fanouts": fanouts, "scratch": scratch, "memory": memory}
+    _check_options(trained, times=times, **how)
+    source_type, target_type = trained.data.edge_type[::2] if trained.is_hetero else ("", "")
+    known = [trained.known_nodes(source_type)] * 2
+    if source_type != target_type:
+        known[1] = trained.known_nodes(target_type)
+    if isinstance(pairs, Path):
+        sources, targets = read_pairs(pairs, known)
+        if times is None and trained.config.graph.is_temporal:
+            times = read_times(pairs, trained.data.graph.time_unit)
+    elif len(pairs) != 2 or len(pairs[0]) != len(pairs[1]):
         raise ValueError(
             f"pairs have the lengths {', '.join(str(len(ids)) for ids in pairs)}\n\n"
             "hint: pairs are (2, M) ids: sources, targets"
         )
-    sources, targets = (
-        find_nodes(known, ids, "pairs")
-        for known, ids in zip(trained.end_indices, pairs, strict=True)
-    )
-    return predict_pairs(
-        trained,
-        sources,
-        targets,
-        reporter or NullReporter(),
-        times=times,
-        fanouts=fanouts,
-        scratch=scratch,
-        memory=memory,
-    )
+    else:
+        sources = find_nodes(known[0], pairs[0], "pairs")
+        targets = find_nodes(known[1], pairs[1], "pairs")
+    if trained.is_hetero:
+        scores = _score_typed_pairs(trained, sources, targets, reporter, times, fanouts)
+    else:
+        nodes, places = np.unique(np.concatenate([sources, targets]), return_inverse=True)
+        rows = trained.outputs(reporter, "predict", nodes=nodes, **how)
+        ends = torch.from_numpy(places.reshape(2, -1))
+        scores = trained.model.scores(rows, ends[0], ends[1])
+    _check_finite(scores)
+    source_ids = trained.node_ids(sources, source_type)
+    target_ids = trained.node_ids(targets, target_type)
+    return LinkPredictions(source_ids, target_ids, scores.numpy(), trained.epoch)
 
 
 def embed_nodes(
-    run: str | Path,
+    run: str | Path | Trained,
     data: str | Path | None = None,
     *,
     node_type: str | None = None,
@@ -246,9 +281,7 @@ def embed_nodes(
     """Compute the output of a layer for all nodes with the best model of a run.
 
     Args:
-        run: the run folder.
-        data: a graph with the same features, which may have other nodes and no labels; None for
-            that of the run.
+        run, data: see `predict`.
         node_type: heterogeneous graphs: type of the nodes. None for the type that the model
             classifies, or that both ends of the predicted edges have.
         layer: number of the layer, from 1; its output is taken as the next layer receives it.
@@ -274,86 +307,41 @@ def embed_nodes(
             has rows of another computation.
         OSError: the disk of the scratch folder is full.
     """
-    trained = open_trained(Path(run), data, device)
-    return embed(
-        trained,
-        reporter or NullReporter(),
-        layer,
-        node_type=node_type,
-        time=time,
-        fanouts=fanouts,
-        scratch=scratch,
-        memory=memory,
-    )
-
-
-def predict_nodes(
-    trained: Trained, nodes: Array | None, reporter: Reporter, **how: Any
-) -> NodePredictions:
-    """Predict the classes of nodes with an open model, see `predict`.
-
-    Args:
-        trained: a model of node classification, and the graph of N nodes.
-        nodes: (M,) int64 node indices (0 to N - 1); None for all nodes.
-        reporter: shows the progress.
-        how: `fanouts`, `scratch` and `memory` of `predict`.
-    """
-    _check_options(trained, **how)
-    target = trained.data.target if trained.is_hetero else ""
-    logits = trained.outputs(reporter, "predict", nodes=nodes, node_type=target, **how)
-    check_finite(logits)
-    schema, ids = trained.schema, trained.node_ids(nodes, target)
-    if schema.is_multi_label:
-        probabilities = logits.sigmoid()
-        classes: Array = (logits > 0).long().numpy()
-    else:
-        probabilities = logits.softmax(dim=1)
-        classes = logits.argmax(dim=1).numpy()
-        if schema.classes is not None:
-            classes = np.array(schema.classes, dtype=str)[classes]
-    columns = list(map(str, schema.classes or range(schema.num_outputs)))
-    return NodePredictions(ids, classes, probabilities.numpy(), columns, trained.epoch)
-
-
-def predict_pairs(
-    trained: Trained,
-    sources: Array,
-    targets: Array,
-    reporter: Reporter,
-    *,
-    times: Any = None,
-    **how: Any,
-) -> LinkPredictions:
-    """Predict the scores of pairs of nodes with an open model, see `predict_links`.
-
-    Args:
-        trained: a model of link prediction, and the graph of N nodes.
-        sources, targets: (M,) int64 node indices (0 to N - 1).
-        reporter: shows the progress.
-        times: see `predict_links`.
-        how: `fanouts`, `scratch` and `memory` of `predict_links`.
-    """
-    _check_options(trained, times=times, **how)
+    trained = _open_run(run, data, device)
+    how: dict[str, Any] = {"fanouts": fanouts, "scratch": scratch, "memory": memory}
+    _check_options(trained, node_type=node_type, time=time, **how)
+    encoder, own_type = trained.encoder, ""
+    has_linear = not trained.is_hetero and encoder.output_linear is not None
     if trained.is_hetero:
-        scores = _score_typed_pairs(trained, sources, targets, reporter, times, how.get("fanouts"))
-    else:
-        nodes, places = np.unique(np.concatenate([sources, targets]), return_inverse=True)
-        rows = trained.outputs(reporter, "predict", nodes=nodes, **how)
-        ends = torch.from_numpy(places.reshape(2, -1))
-        scores = trained.model.scores(rows, ends[0], ends[1])
-    check_finite(scores)
-    source_ids, target_ids = (
-        trained.node_ids(own, node_type)
-        for own, node_type in zip((sources, targets), trained.end_types, strict=True)
-    )
-    return LinkPredictions(source_ids, target_ids, scores.numpy(), trained.epoch)
+        own_type, has_linear = _choose_type(trained, node_type), bool(encoder.output_linears)
+    is_whole = trained.is_link and (not trained.is_hetero or own_type in encoder.targets)
+    if layer is None and not is_whole:
+        # the last layer computes the outputs, unless a linear layer follows it
+        layer = len(encoder.layers) - (not has_linear)
+        if layer == 0:
+            raise ValueError(
+                "the model has no hidden layer: its only layer computes the outputs\n\n"
+                "hint: --layer 1 (in Python layer=1) returns the outputs"
+            )
+    if trained.is_hetero:
+        if layer is not None:
+            _check_layer(encoder, layer, own_type)
+        how["times"] = _times(trained, own_type, time)
+    rows = trained.outputs(reporter, "embed", node_type=own_type, layer=layer, **how)
+    _check_finite(rows)
+    ids = trained.node_ids(node_type=own_type)
+    return NodeEmbeddings(ids, rows.numpy(), layer, trained.epoch, own_type or None)
+
+
+def _open_run(run: str | Path | Trained, data: str | Path | None, device: str) -> Trained:
+    return run if isinstance(run, Trained) else open_trained(Path(run), data, device)
 
 
 def _score_typed_pairs(
     trained: Trained,
     sources: Array,
     targets: Array,
-    reporter: Reporter,
+    reporter: Reporter | None,
     times: Any,
     fanouts: Sequence[int] | None,
 ) -> Tensor:
@@ -381,7 +369,8 @@ def _score_typed_pairs(
         logits: Tensor = trained.model(batch.blocks, x, batch.pairs)
         return logits[:, None]
 
-    with trained.open_features() as table, reporter.task("predict") as bar:
+    bars = reporter or NullReporter()
+    with trained.open_features() as table, bars.task("predict") as bar:
         loader = HeteroLoader(
             sampler,
             None,
@@ -392,47 +381,6 @@ def _score_typed_pairs(
         )
         of = Evaluated(trained.model, table, trained.device, bar)
         return hetero_outputs(of, loader, compute, 1)[:, 0]
-
-
-def embed(
-    trained: Trained,
-    reporter: Reporter,
-    layer: int | None = None,
-    *,
-    node_type: str | None = None,
-    time: Any = None,
-    **how: Any,
-) -> NodeEmbeddings:
-    """Compute the output of a layer with an open model, see `embed_nodes`.
-
-    Args:
-        trained: the model and the graph.
-        reporter: shows the progress.
-        layer, node_type, time: see `embed_nodes`.
-        how: `fanouts`, `scratch` and `memory` of `embed_nodes`.
-    """
-    _check_options(trained, node_type=node_type, time=time, **how)
-    encoder, own_type = trained.encoder, ""
-    has_linear = not trained.is_hetero and encoder.output_linear is not None
-    if trained.is_hetero:
-        own_type, has_linear = _choose_type(trained, node_type), bool(encoder.output_linears)
-    is_whole = trained.is_link and (not trained.is_hetero or own_type in encoder.targets)
-    if layer is None and not is_whole:
-        # the last layer computes the outputs, unless a linear layer follows it
-        layer = len(encoder.layers) - (not has_linear)
-        if layer == 0:
-            raise ValueError(
-                "the model has no hidden layer: its only layer computes the outputs\n\n"
-                "hint: --layer 1 (in Python layer=1) returns the outputs"
-            )
-    if trained.is_hetero:
-        if layer is not None:
-            _check_layer(encoder, layer, own_type)
-        how["times"] = _times(trained, own_type, time)
-    rows = trained.outputs(reporter, "embed", node_type=own_type, layer=layer, **how)
-    check_finite(rows)
-    ids = trained.node_ids(node_type=own_type)
-    return NodeEmbeddings(ids, rows.numpy(), layer, trained.epoch, own_type or None)
 
 
 def _choose_type(trained: Trained, node_type: str | None) -> str:
@@ -455,22 +403,12 @@ def _choose_type(trained: Trained, node_type: str | None) -> str:
 def _check_layer(encoder: HeteroModel, layer: int, node_type: str) -> None:
     """Check that a layer exists, and computes a node type."""
     num_layers = len(encoder.layers)
-    if not 1 <= layer <= num_layers:
+    layers = [n for n in range(1, num_layers + 1) if node_type in encoder.layer_types(n)]
+    if layer not in layers:
         raise ValueError(
-            f"layer {layer} of a model of {num_layers} layers\n\n"
-            f"hint: layers are numbered from 1 to {num_layers}"
+            f"layer {layer} of a model of {num_layers} layers does not compute nodes of type "
+            f"{node_type!r}\n\nhint: layers that do: {', '.join(map(str, layers)) or 'none'}"
         )
-    computed = encoder.layer_types(layer)
-    if node_type in computed:
-        return
-    others = [n for n in range(1, num_layers + 1) if node_type in encoder.layer_types(n)]
-    remedy = f"it computes {', '.join(computed)}"
-    if others:
-        remedy += f"; --layer {' or '.join(map(str, others))} computes {node_type}"
-    raise ValueError(
-        f"layer {layer} does not compute nodes of type {node_type!r}, on which no output depends"
-        f"\n\nhint: {remedy}"
-    )
 
 
 def _times(trained: Trained, node_type: str, time: Any) -> Tensor | None:
@@ -496,22 +434,20 @@ def time_after_all(graph: HeteroGraph) -> int:
 
 
 def _convert_time(graph: HeteroGraph, time: Any) -> int:
-    """Return a time, an integer or a date, as an integer in the unit of the graph's times."""
-    return int(as_times("time", [time], 1, graph.time_unit, is_limit=True))
+    """Return a time as an integer in the unit of the graph's times.
 
-
-def parse_time(trained: Trained, text: str) -> int:
-    """Return the time that `--time` gives: an integer, or a date if the graph has a time unit.
+    Args:
+        graph: the graph.
+        time: an integer or a date; or a string of one, see `parse_times`.
 
     Raises:
-        ValueError: the text is not a time or could be two times, see `parse_times`, or the run is
-            not temporal.
+        ValueError: the string is not a time or could be two times, or there is no unit.
     """
-    _check_options(trained, time=text)
-    unit = trained.data.graph.time_unit
-    times, wrong = parse_times([text], unit)
+    if not isinstance(time, str):
+        return int(as_times("time", [time], 1, graph.time_unit, is_limit=True))
+    times, wrong = parse_times([time], graph.time_unit)
     if wrong is not None:
-        raise describe_wrong_time(f"--time {text}", text, unit)
+        raise describe_wrong_time(f"--time {time}", time, graph.time_unit)
     return int(times[0])
 
 
@@ -533,16 +469,16 @@ def _check_options(
     Raises:
         ValueError: an option does not fit the graph, the model or the run.
     """
+    given = [name for name, value in {"fanouts": fanouts, **typed}.items() if value is not None]
     if not trained.is_hetero:
-        for name, value in {"fanouts": fanouts, **typed}.items():
-            if value is not None:
-                # the command line has `--time`, one value for all pairs
-                option = f"--{'time' if name == 'times' else name}".replace("_", "-")
-                raise ValueError(
-                    f"{option} (in Python `{name}`) is given, and the model of the run is for "
-                    f"graphs of one node type\n\nhint: omit {option}, which is for heterogeneous "
-                    "graphs"
-                )
+        if given:
+            # the command line has `--time`, one value for all pairs
+            option = "--" + {"times": "time"}.get(given[0], given[0]).replace("_", "-")
+            raise ValueError(
+                f"{option} (in Python `{given[0]}`) is given, and the model of the run is for "
+                f"graphs of one node type\n\nhint: omit {option}, which is for heterogeneous "
+                "graphs"
+            )
         return
     if scratch is not None or memory is not None:
         raise ValueError(
@@ -550,8 +486,7 @@ def _check_options(
             "stored\n\n"
             "hint: omit --scratch and --memory (in Python `scratch` and `memory`)"
         )
-    has_time = any(typed.get(name) is not None for name in ("time", "times"))
-    if has_time and not trained.config.graph.is_temporal:
+    if {"time", "times"} & {*given} and not trained.config.graph.is_temporal:
         raise ValueError(
             "a time is given, but the run has --temporal none, and reads neighbours of any time"
             "\n\nhint: omit --time (in Python `time` or `times`)"
@@ -566,22 +501,7 @@ def _check_options(
         )
 
 
-def check_task(trained: Trained, *, has_pairs: bool) -> None:
-    """Raise a ValueError if a run does not predict what is asked."""
-    if trained.is_link and not has_pairs:
-        raise ValueError(
-            "this is a link-prediction run, and predicts scores of pairs\n\n"
-            "hint: --pairs FILE names the pairs (in Python predict_links); `gcnzc predict RUN "
-            "--embeddings --out FILE.npy` writes the embeddings of nodes"
-        )
-    if not trained.is_link and has_pairs:
-        raise ValueError(
-            "this is a node-classification run, and predicts classes of nodes\n\n"
-            "hint: omit --pairs (in Python use predict), or train with --task link"
-        )
-
-
-def check_finite(outputs: Tensor) -> None:
+def _check_finite(outputs: Tensor) -> None:
     """Raise a ValueError if an output is NaN or infinite."""
     columns = outputs[:, None] if outputs.ndim == 1 else outputs
     chunks = columns.split(CHECKED_ROWS)
@@ -593,7 +513,7 @@ def check_finite(outputs: Tensor) -> None:
         )
 
 
-def split_indices(trained: Trained, split: str) -> Array:
+def _split_indices(trained: Trained, split: str) -> Array:
     """Return the (M,) int64 node indices (0 to N - 1) of a split.
 
     Raises:
@@ -607,30 +527,4 @@ def split_indices(trained: Trained, split: str) -> Array:
             "nodes, all are predicted"
         )
     indices: Array = data.split[split].numpy()
-    return indices
-
-
-def find_nodes(known: KnownNodes, ids: Any, source: str | Path) -> Array:
-    """Return the (M,) int64 node indices (0 to N - 1) of nodes, given their ids.
-
-    Args:
-        known: the nodes of the graph.
-        ids: (M,) ids: a tensor, an array or a list of integers or strings.
-        source: what has the ids, for messages.
-
-    Raises:
-        ValueError: an id is unknown.
-    """
-    values = ids.tolist() if isinstance(ids, Tensor | np.ndarray) else ids
-    texts = np.array([str(each) for each in values], object)
-    indices = known.numbers_of(texts)
-    wrong = np.flatnonzero(indices < 0)
-    if len(wrong):
-        raise ValueError(
-            f"{source}, row {wrong[0]}: no node has the id {texts[wrong[0]]!r}; there are "
-            f"{known.count or 0:,} nodes\n\n"
-            "hint: ids are those of the graph's source, see mapping/nodes.csv in its folder, or in "
-            "nodes/0 and the like for several node types; without that file they are the numbers "
-            "from 0"
-        )
     return indices

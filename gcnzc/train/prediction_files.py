@@ -1,29 +1,60 @@
-"""Read ids of nodes and pairs from files, and write predictions."""
+"""Find nodes by their ids, read ids of nodes and pairs from files, and write predictions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from gcnzc._files import replacing
 from gcnzc.datasets.node_columns import ID_NAMES
 from gcnzc.datasets.numbering import KnownNodes, read_numbers
 from gcnzc.datasets.parquet_tables import ParquetTable
+from gcnzc.datasets.rows import Array
 from gcnzc.datasets.table_graph import choose_ends, open_table
 from gcnzc.graph.hetero.times import as_times, describe_wrong_time, parse_times, to_dates
 from gcnzc.system import files
-from gcnzc.train.prediction import LinkPredictions, NodePredictions, find_nodes
-from gcnzc.train.trained import Array
 
 # rows are converted to text in chunks: the text of all takes several times their memory
 CHUNK_ROWS = 1 << 16
 # name of the column of times in a file of pairs
 TIME = "time"
 
+_SOURCE_IDS = (
+    "ids are those of the graph's source, see mapping/nodes.csv in its folder, or in nodes/0 and "
+    "the like for several node types; without that file they are the numbers from 0"
+)
+
+
+def find_nodes(known: KnownNodes, ids: Any, source: str | Path) -> Array:
+    """Return the (M,) int64 node indices (0 to N - 1) of nodes, given their ids.
+
+    Args:
+        known: the nodes of the graph.
+        ids: (M,) ids: a tensor, an array or a list of integers or strings.
+        source: what has the ids, for messages.
+
+    Raises:
+        ValueError: an id is unknown.
+    """
+    values = ids.tolist() if isinstance(ids, Tensor | np.ndarray) else ids
+    texts = np.array([str(each) for each in values], object)
+    indices = known.numbers_of(texts)
+    wrong = np.flatnonzero(indices < 0)
+    if len(wrong):
+        raise ValueError(
+            f"{source}, row {wrong[0]}: no node has the id {texts[wrong[0]]!r}; there are "
+            f"{known.count or 0:,} nodes\n\nhint: {_SOURCE_IDS}"
+        )
+    return indices
+
 
 def read_nodes(path: Path, known: KnownNodes) -> Array:
-    """Read the (M,) int64 node indices of a file of ids: a column `node` or `id`, or .npy.
+    """Read the (M,) int64 node indices of a file of ids.
+
+    It is a table with a column `node` or `id`, or with only one column, whose name may be missing;
+    or a .npy file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -34,15 +65,25 @@ def read_nodes(path: Path, known: KnownNodes) -> Array:
     table = open_table(path)
     names = {name.lower(): name for name in table.columns}
     found = next((names[name] for name in ID_NAMES if name in names), None)
+    if found is None and len(names) == 1:
+        found = table.columns[0]
+        if table.has_header and known.numbers_of(np.array([found], object))[0] >= 0:
+            # the first line is an id
+            table, found = open_table(path, has_header=False), "0"
     if found is None:
         raise ValueError(
             f"{path} has no column of ids; its columns are {', '.join(table.columns)}\n\n"
-            "hint: the first line names the columns; call that of the ids `node`"
+            "hint: the first line names the columns; call that of the ids `node` or `id`"
         )
-    return read_numbers(table, [found], known)[0]
+    return read_numbers(table, [found], known, hint=_hint_of(path))[0]
 
 
-def read_pairs(path: Path, known: tuple[KnownNodes, KnownNodes]) -> tuple[Array, Array]:
+def _hint_of(path: Path) -> str:
+    """Return the hint for an id in a file that no node has."""
+    return f"correct {path}: {_SOURCE_IDS}. Ids are compared as text, so that 7, 07 and 7.0 differ"
+
+
+def read_pairs(path: Path, known: Sequence[KnownNodes]) -> tuple[Array, Array]:
     """Read pairs of nodes from a file of ids: columns `source` and `target`, or (2, M) .npy.
 
     Args:
@@ -64,13 +105,14 @@ def read_pairs(path: Path, known: tuple[KnownNodes, KnownNodes]) -> tuple[Array,
             )
         return find_nodes(known[0], array[0], path), find_nodes(known[1], array[1], path)
     table = open_table(path)
-    ends = choose_ends(table, where=path.name)
+    ends, hint = choose_ends(table, where=path.name), _hint_of(path)
     if known[0] is known[1]:
         # the file is read once
-        sources, targets = read_numbers(table, ends, known[0])
+        sources, targets = read_numbers(table, ends, known[0], hint=hint)
     else:
         sources, targets = (
-            read_numbers(table, [column], own)[0] for column, own in zip(ends, known, strict=True)
+            read_numbers(table, [column], own, hint=hint)[0]
+            for column, own in zip(ends, known, strict=True)
         )
     return sources, targets
 
@@ -130,31 +172,9 @@ def _load_npy(path: Path) -> Array:
     return array
 
 
-def write_nodes(path: Path, found: NodePredictions, with_probabilities: bool) -> list[str]:
-    """Write predictions for nodes atomically, and return the names of the columns.
-
-    Columns are `node`, `class` (of label columns `class_0`, ...), and with probabilities `p_NAME`
-    for each class or label column. A .npy file is a structured array of `node`, `class` and
-    `probability`.
-    """
-    fields = {"node": found.nodes, "class": found.classes}
-    if with_probabilities:
-        fields["p" if path.suffix != ".npy" else "probability"] = found.probabilities
-    return _write(path, fields, found.columns)
-
-
-def write_links(path: Path, found: LinkPredictions, with_probabilities: bool) -> list[str]:
-    """Write predictions for pairs atomically, and return the names of the columns.
-
-    Columns are `source`, `target`, `score`, and with probabilities `probability`.
-    """
-    fields = {"source": found.sources, "target": found.targets, "score": found.scores}
-    if with_probabilities:
-        fields["probability"] = 1 / (1 + np.exp(-found.scores.astype(np.float64)))
-    return _write(path, fields)
-
-
-def _write(path: Path, fields: dict[str, Array], names: Sequence[str] = ()) -> list[str]:
+def write_predictions(
+    path: Path, fields: Mapping[str, Array], names: Sequence[str] = ()
+) -> list[str]:
     """Write a table atomically, and return the names of its columns.
 
     Args:

@@ -1,6 +1,6 @@
 """What the model of a run reads and predicts: its features, and its classes or label columns."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -20,6 +20,8 @@ class Schema:
     """of each label column"""
     num_label_columns: int
     """1 for classes"""
+    num_features: Mapping[str, int]
+    """columns of features by node type; the only type of other graphs is empty"""
     features: Sequence[str] | None = None
     """names of the columns of features; None if they have none"""
     classes: Sequence[str] | None = None
@@ -46,14 +48,18 @@ def schema_of(data: Dataset | HeteroDataset) -> Schema:
     """Return the schema of models that are trained on a graph."""
     num_label_columns = 1 if data.labels.ndim == 1 else data.labels.shape[1]
     names, types = data.names, dict[str, Any]()
+    tables: Mapping[str, Any] = {} if data.table is None else {"": data.table}
     if isinstance(data, HeteroDataset):
+        tables = data.table.tables
         node_types, edge_types = data.graph.metadata()
         types = {
             "node_types": node_types,
             "edge_types": list(map(list, edge_types)),
             "target": data.target or None,
         }
-    return Schema(data.num_classes, num_label_columns, names.features, names.classes, **types)
+    columns = {name: table.num_columns for name, table in tables.items()}
+    sizes = data.num_classes, num_label_columns, columns
+    return Schema(*sizes, names.features, names.classes, **types)
 
 
 def write_schema(run: Path, data: Dataset | HeteroDataset) -> None:
@@ -80,6 +86,7 @@ def read_schema(run: Path) -> Schema:
         # a graph for link prediction may have no labels
         "num_classes": type(num_classes) is int and num_classes >= 0,
         "num_label_columns": type(columns) is int and columns >= 1,
+        "num_features": isinstance(schema.num_features, dict),
         "features": _are_names(schema.features),
         "classes": _are_names(classes) and len(classes or ()) in (0, schema.num_outputs),
         "target": isinstance(schema.target, str | None),
@@ -96,8 +103,8 @@ def _are_names(value: Any) -> bool:
     return value is None or is_list
 
 
-def check_names(schema: Schema, data: Dataset | HeteroDataset, source: Path) -> None:
-    """Check that features and classes of a graph have the names that the model was trained with.
+def check_graph(schema: Schema, data: Dataset | HeteroDataset, source: Path) -> None:
+    """Check that a graph has the features and classes that the model was trained with.
 
     Args:
         schema: of the run.
@@ -105,7 +112,7 @@ def check_names(schema: Schema, data: Dataset | HeteroDataset, source: Path) -> 
         source: its folder.
 
     Raises:
-        ValueError: both have names, and one differs.
+        ValueError: both have names, and one differs; or a number of features differs.
     """
     if isinstance(data, HeteroDataset):
         own, theirs = ([of.node_types, of.edge_types] for of in (schema_of(data), schema))
@@ -129,3 +136,13 @@ def check_names(schema: Schema, data: Dataset | HeteroDataset, source: Path) -> 
                     f"hint: prepare the graph again with {key} in the order of the run, which "
                     f"{SCHEMA} in its folder lists"
                 )
+    columns = schema_of(data).num_features
+    for name in {**schema.num_features, **columns}:
+        count, trained_count = columns.get(name, 0), schema.num_features.get(name, 0)
+        if count != trained_count:
+            of = f" of node type {name!r}" if name else ""
+            raise ValueError(
+                f"{source} has {count} columns of features{of}, but the model was trained with "
+                f"{trained_count}\n\nhint: a model fits only graphs with the same features; without "
+                "DATA, the graph of the run is used"
+            )

@@ -13,15 +13,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from gcnzc.datasets.names import as_integers
 from gcnzc.datasets.numbering import KnownNodes
 from gcnzc.exchange import Group
 from gcnzc.features.embedding import EmbeddingTable
-from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.load import load
-from gcnzc.models.hetero import HeteroModel
 from gcnzc.train import checkpoint
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset, load_hetero, load_unlabelled, open_tables
@@ -32,9 +30,9 @@ from gcnzc.train.inference import inference
 from gcnzc.train.label_inputs import LabelInputs, append_labels
 from gcnzc.train.models import build_model
 from gcnzc.train.node_outputs import Evaluated
-from gcnzc.train.progress import Reporter
+from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.run_folder import BEST, CONFIG, read_config
-from gcnzc.train.schema import Schema, check_names, read_schema, schema_of
+from gcnzc.train.schema import Schema, check_graph, read_schema, schema_of
 from gcnzc.train.setup import choose_device, feature_table
 
 Array: TypeAlias = NDArray[Any]
@@ -92,29 +90,13 @@ class Trained:
             return split_edges_of_run(self.config, self.data).graph
         return self.data.graph
 
-    @cached_property
-    def target_index(self) -> KnownNodes:
-        """The ids of the nodes that the model classifies."""
-        return self._known_nodes(self.data.target if self.is_hetero else "")
-
-    @property
-    def end_types(self) -> tuple[str, str]:
-        """The node types of the sources and of the targets of predicted edges."""
-        return self.data.edge_type[::2] if self.is_hetero else ("", "")
-
-    @cached_property
-    def end_indices(self) -> tuple[KnownNodes, KnownNodes]:
-        """The ids of the nodes that are sources of pairs, and of those that are targets."""
-        source, target = self.end_types
-        sources = self._known_nodes(source)
-        return sources, sources if source == target else self._known_nodes(target)
-
     def num_nodes(self, node_type: str = "") -> int:
         """Return N, the number of nodes of a type."""
         graph = self.data.graph
         return int(graph.num_nodes(node_type) if self.is_hetero else graph.num_nodes)
 
-    def _known_nodes(self, node_type: str) -> KnownNodes:
+    def known_nodes(self, node_type: str) -> KnownNodes:
+        """Return the ids of the nodes of a type."""
         ids = self.data.node_ids if not self.is_hetero else self.data.graph.nodes(node_type).keys
         if ids is not None and self.is_hetero:
             ids = ids.astype(str).astype(object)
@@ -157,7 +139,7 @@ class Trained:
 
     def outputs(
         self,
-        reporter: Reporter,
+        reporter: Reporter | None,
         what: str,
         *,
         nodes: Array | None = None,
@@ -171,7 +153,7 @@ class Trained:
         """Compute the outputs of the encoder, or of one of its layers, for nodes of one type.
 
         Args:
-            reporter: shows the progress.
+            reporter: shows the progress; None shows nothing.
             what: name of the work, to show.
             nodes: (M,) int64 node indices (0 to N - 1), also several times; None for all nodes.
             node_type: of the nodes.
@@ -185,7 +167,8 @@ class Trained:
         Returns:
             (M, columns) on the host.
         """
-        with self.open_features() as table, reporter.task(what) as bar:
+        bars = reporter or NullReporter()
+        with self.open_features() as table, bars.task(what) as bar:
             if not self.is_hetero:
                 return inference(
                     self.encoder,
@@ -242,19 +225,24 @@ def open_trained(
         data = load_hetero(config, path)
     else:
         data = load_unlabelled(config, path, schema.target)
-    check_names(schema, data, path)
-    if isinstance(data, Dataset) and data.table is None:
-        raise ValueError(
-            f"{path} has no features, which the model reads\n\n"
-            "hint: prepare it with the features of the graph that the model was trained on"
-        )
+    check_graph(schema, data, path)
     if has_labels and config.graph.task.name == "node":
         found = schema_of(data).num_outputs
         if found != schema.num_outputs:
-            raise _size_error(path, config, "outputs (classes)", found, schema.num_outputs)
+            raise ValueError(
+                f"{path} has {found} classes or columns of labels, but the model was trained with "
+                f"{schema.num_outputs}\n\nhint: without DATA, the graph of the run is evaluated"
+            )
     chosen = choose_device(device)
     model = build_model(config, data, schema).to(chosen)
-    best = _load_best(model, run, path, config)
+    if (run / CONFIG).is_file() and not (run / BEST).exists():
+        raise FileNotFoundError(
+            f"the run in {run} has no evaluated model yet: it has no {BEST}\n\n"
+            "hint: wait for its first evaluation, of epoch 1 or of --evaluate-every; if the run "
+            f"was stopped, `gcnzc train --resume {run}` resumes it"
+        )
+    best = checkpoint.load_best(run)
+    checkpoint.match(model, best["model"], run / BEST)
     embeddings = {}
     if isinstance(data, HeteroDataset):
         embeddings = load_embeddings(run, best["epoch"], embedded_types(model, data), data)
@@ -277,90 +265,3 @@ def _graph_of_run(run: Path, config: TrainConfig) -> Path:
             "hint: give its folder as DATA, or change to the folder in which the run was started"
         )
     return path
-
-
-def _load_best(model: nn.Module, run: Path, source: Path, config: TrainConfig) -> dict[str, Any]:
-    """Load the best weights of a run into a new model for a graph.
-
-    Args:
-        model: built with the options of the run, for the graph.
-        run: the run folder.
-        source: the graph.
-        config: options of the run.
-
-    Returns:
-        The contents of the checkpoint, such as `epoch`, which counts from 0.
-
-    Raises:
-        FileNotFoundError: the run has no evaluation yet.
-        ValueError: the graph does not fit the model, or the checkpoint is damaged.
-    """
-    if (run / CONFIG).is_file() and not (run / BEST).exists():
-        raise FileNotFoundError(
-            f"the run in {run} has no evaluated model yet: it has no {BEST}\n\n"
-            "hint: wait for its first evaluation, of epoch 1 or of --evaluate-every; if the run "
-            f"was stopped, `gcnzc train --resume {run}` resumes it"
-        )
-    best = checkpoint.load_best(run)
-    own, trained = model.state_dict(), best["model"]
-    found, expected = _num_columns(own), _num_columns(trained)
-    if found != expected and None not in (found, expected):
-        raise _size_error(source, config, "feature columns", found, expected)
-    for part in model.modules():
-        if isinstance(part, HeteroModel):
-            _check_typed_columns(part, own, trained, source, config)
-    checkpoint.match(model, trained, run / BEST)
-    return best
-
-
-def _size_error(
-    source: Path, config: TrainConfig, what: str, found: int | None, expected: int | None
-) -> ValueError:
-    return ValueError(
-        f"{source} has {found} {what}, but the model was trained on {config.graph.data} with "
-        f"{expected}\n\nhint: a model fits only graphs with the same numbers of feature columns "
-        "and classes; without DATA, the graph of the run is evaluated"
-    )
-
-
-def _num_columns(state: Mapping[str, Any]) -> int | None:
-    """Return the input width of the model; None if there is no such layer."""
-    for name, value in state.items():
-        if name.endswith("input_linear.weight"):
-            return int(value.shape[1])
-        # attention vectors also have two axes
-        is_weight = "layers.0." in name and name.endswith("weight")
-        if is_weight and isinstance(value, Tensor) and value.ndim > 1:
-            return value.shape[-1]
-    return None
-
-
-def _check_typed_columns(
-    encoder: HeteroModel,
-    own: Mapping[str, Any],
-    trained: Mapping[str, Any],
-    source: Path,
-    config: TrainConfig,
-) -> None:
-    """Check that each node type has as many columns as in the graph of the run.
-
-    Args:
-        encoder: of the new model, for the graph.
-        own: state dict of the new model.
-        trained: state dict of the trained model.
-        source: the graph.
-        config: options of the run.
-
-    Raises:
-        ValueError: a number differs.
-    """
-    for number, t in enumerate(encoder.in_types):
-        name, ending = encoder.metadata.node_types[t], f"input_linears.{number}.weight"
-        key = next((each for each in own if each.endswith(ending)), "")
-        if key in trained and trained[key].shape != own[key].shape:
-            raise ValueError(
-                f"with {source}, node type {name!r} has {own[key].shape[1]} input columns, but "
-                f"the model was trained on {config.graph.data} with {trained[key].shape[1]}\n\n"
-                "hint: a model fits only graphs with the same features; a node type without "
-                "features has the columns of its embeddings"
-            )

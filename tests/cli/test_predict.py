@@ -100,11 +100,13 @@ def test_predictions_are_those_of_the_evaluation(graph, run, tmp_path, capsys):
         part = pd.DataFrame(read(tmp_path / name))
         assert part["node"].tolist() == [f"n{i}" for i in test]
         assert part["class"].tolist() == classes[test].tolist()
-    # ids of a file, in its order
-    (tmp_path / "ids.csv").write_text("other,node\n1,n7\n2,n3\n3,n7\n")
-    assert main(["predict", str(run), "--nodes", str(tmp_path / "ids.csv"), "--out", str(out)]) == 0
-    assert f"replaced {out}" in capsys.readouterr().err
-    assert pd.read_csv(out)["class"].tolist() == classes[[7, 3, 7]].tolist()
+    # ids of a file, in its order: of a column by its name, or of the only one, with or without
+    ids = tmp_path / "ids.csv"
+    for text in ("other,node\n1,n7\n2,n3\n3,n7\n", "name\nn7\nn3\nn7\n", "n7\nn3\nn7\n"):
+        ids.write_text(text)
+        assert main(["predict", str(run), "--nodes", str(ids), "--out", str(out)]) == 0
+        assert f"replaced {out}" in capsys.readouterr().err
+        assert pd.read_csv(out)["class"].tolist() == classes[[7, 3, 7]].tolist()
     found = predict(run, nodes=["n7", "n3"])
     assert found.nodes.tolist() == ["n7", "n3"]
     np.testing.assert_allclose(found.probabilities, probabilities[[7, 3]], atol=1e-6)
@@ -145,7 +147,8 @@ def test_graphs_and_ids_that_do_not_fit(run, tmp_path, capsys):
     ids = tmp_path / "ids.csv"
     for text, message in (
         ("node\nn1\nx\n", "ids.csv, line 3, column 'node': no node has the id 'x'"),
-        ("name\nn1\n", "has no column of ids; its columns are name"),
+        ("name\nx\n", f"hint: correct {ids}: ids are those of the graph's source"),
+        ("name,age\nn1,3\n", "has no column of ids; its columns are name, age"),
     ):
         ids.write_text(text)
         assert message in error_of(capsys, run, "--nodes", ids, "--out", out)

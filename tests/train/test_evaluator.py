@@ -14,9 +14,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.models import SAGE
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train import evaluator as evaluator_module
-from gcnzc.train import node_outputs
-from gcnzc.train.evaluation_cost import choose_evaluation, predict_cost
-from gcnzc.train.evaluator import Evaluator
+from gcnzc.train.evaluator import Evaluator, peak_bytes
 from gcnzc.train.inference import inference
 from gcnzc.train.node_outputs import Evaluated
 from gcnzc.train.run_folder import read_config
@@ -42,22 +40,20 @@ def test_all_sampled_neighbours_are_exact(name):
 def sampled(group=None, threads=1):
     """Outputs of sampled neighbourhoods, of many minibatches."""
     torch.manual_seed(0)
-    node_outputs.SAMPLED_NODES = 16
+    evaluator_module.SAMPLED_NODES = 16
     torch.set_num_threads(threads)
     graph = random_graph(200, 2000)
     table = FeatureTable(torch.randn(200, 5))
     of = Evaluated(SAGE(5, 8, 3), table, CPU, group=group or Group())
-    nodes = torch.randperm(200)
-    found = node_outputs.node_outputs(of, graph, nodes, "sampled", fanouts=[3, 3, 3], seed=1)
-    return found.clone()
+    return Evaluator("sampled", [3, 3, 3], 1).outputs(of, graph, torch.randperm(200)).clone()
 
 
 @pytest.fixture
 def restored():
-    usual, nodes = torch.get_num_threads(), node_outputs.SAMPLED_NODES
+    usual, nodes = torch.get_num_threads(), evaluator_module.SAMPLED_NODES
     yield
     torch.set_num_threads(usual)
-    node_outputs.SAMPLED_NODES = nodes
+    evaluator_module.SAMPLED_NODES = nodes
 
 
 @pytest.mark.usefixtures("restored")
@@ -84,52 +80,37 @@ def test_sampled_outputs_do_not_depend_on_the_number_of_workers(tmp_path):
         assert torch.equal(found, expected)
 
 
-def test_the_cheaper_evaluation_that_fits_is_chosen(monkeypatch):
+def test_neighbours_are_sampled_if_layer_outputs_take_over_half_the_memory(monkeypatch):
     # a chain: two nodes depend on few
     chain = Graph.from_edges(torch.arange(999), torch.arange(1, 1000), 1000)
-    model, few = SAGE(16, 8, 4), torch.tensor([500, 501])
-    cost = predict_cost(model, chain, few, 16)
-    assert cost.num_rows == 4 + 3 + 2
-    everything = predict_cost(model, chain, None, 16)
-    assert everything.num_rows == 3000
-    assert cost.operations < everything.operations
-    assert cost.num_bytes < everything.num_bytes
-    choice = choose_evaluation(model, chain, few, 16, 1 << 40)
-    assert choice.method == "needed"
-    assert "9 layer outputs" in choice.reason
-    assert "3,000" in choice.reason
-    # nearly all nodes are needed, and the rest must be left out edge by edge
-    most = torch.arange(990)
-    assert choose_evaluation(model, chain, most, 16, 1 << 40).method == "exact"
-    # all rows do not fit
-    choice = choose_evaluation(model, chain, most, 16, 1000)
-    assert choice.method == "needed"
-    assert "of the memory" in choice.reason
-    limit = 2 * min(predict_cost(model, chain, n, 16).num_bytes for n in (most, None))
-    for memory, method in ((limit, "needed"), (limit - 2, "sampled")):
-        choice = choose_evaluation(model, chain, most, 16, memory, can_sample=True)
-        assert choice.method == method
-    assert "gcnzc predict --scratch" in choice.reason
+    model, few, most = SAGE(16, 8, 4), torch.tensor([500, 501]), torch.arange(990)
+    # the projected inputs of the first layer, of 5 nodes, and its outputs, of 4
+    assert peak_bytes(model, chain, 16, few) == 4 * 8 * (5 + 4)
+    assert peak_bytes(model, chain, 16, None) == 4 * 8 * 2000
     said, of = [], Evaluated(model, FeatureTable(torch.randn(1000, 16)), CPU)
-    evaluator = Evaluator("auto")
-    evaluator.choose(of, chain, few, said.append)
-    assert evaluator.method == "needed"
-    assert said[0].startswith("evaluation: needed, predicted")
-    evaluator.choose(of, chain, most, said.append)
-    assert len(said) == 1
-    monkeypatch.setattr(evaluator_module, "total_bytes", lambda: 1000)
-    for fanouts, method in (((), "needed"), ((2, 2, 2), "sampled")):
-        evaluator = Evaluator("auto", fanouts)
-        evaluator.choose(of, chain, most, said.append)
-        assert evaluator.method == method
+
+    def chosen(memory, nodes, method="auto", fanouts=(2, 2, 2)):
+        monkeypatch.setattr(evaluator_module, "total_bytes", lambda: memory)
+        evaluator = Evaluator(method, fanouts)
+        evaluator.choose(of, chain, nodes, said.append)
+        assert evaluator.outputs(of, chain, nodes).shape == (len(nodes), 4)
+        return evaluator.method
+
+    limit = 2 * peak_bytes(model, chain, 16, most)
+    for memory, nodes, method in (
+        (1 << 40, most, "needed"),
+        (limit, most, "needed"),
+        (limit - 2, most, "sampled"),
+        (limit - 2, few, "needed"),
+    ):
+        assert chosen(memory, nodes) == method
+        assert said[-1].startswith(f"evaluation: {method}, because without sampling")
+    assert chosen(1000, most, fanouts=()) == chosen(1000, most, fanouts=(-1,) * 3) == "needed"
     said.clear()
-    for nodes, warned in ((few, False), (most, True)):
-        Evaluator("needed").choose(of, chain, nodes, said.append)
-        assert bool(said) == warned
-    assert said[0].startswith("warning: the layer outputs of an evaluation take ")
-    Evaluator("exact").choose(of, chain, few, said.append)
-    assert len(said) == 2
-    assert evaluator.outputs(of, chain, most).shape == (990, 4)
+    for method, nodes, warned in (("needed", few, 0), ("needed", most, 1), ("exact", few, 2)):
+        assert chosen(1000, nodes, method) == method
+        assert len(said) == warned
+    assert said[0].startswith("warning: an evaluation takes ")
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gcnzc.cli.options import PredictConfig
 from gcnzc.cli.output import print_json
 from gcnzc.datasets.parquet_tables import import_parquet
@@ -14,21 +16,8 @@ from gcnzc.system import files
 from gcnzc.train import evaluation
 from gcnzc.train.config import EvaluateConfig
 from gcnzc.train.layerwise.scratch import remove_scratch
-from gcnzc.train.prediction import (
-    check_task,
-    embed,
-    parse_time,
-    predict_nodes,
-    predict_pairs,
-    split_indices,
-)
-from gcnzc.train.prediction_files import (
-    read_nodes,
-    read_pairs,
-    read_times,
-    write_links,
-    write_nodes,
-)
+from gcnzc.train.prediction import embed_nodes, predict, predict_links
+from gcnzc.train.prediction_files import write_predictions
 from gcnzc.train.progress import Reporter
 from gcnzc.train.trained import Trained, open_trained
 
@@ -49,14 +38,10 @@ def predict_command(config: PredictConfig, reporter: Reporter) -> None:
         "fanouts": config.fanouts or None,
         "scratch": config.scratch,
         "memory": config.memory_bytes,
+        "reporter": reporter,
     }
-    if config.embeddings:
-        found = _write_embeddings(config, trained, reporter, how)
-    else:
-        check_task(trained, has_pairs=config.pairs is not None)
-        write = _predict_nodes if config.pairs is None else _predict_links
-        count, columns = write(config, trained, reporter, how)
-        found = {"predictions": count, "columns": columns}
+    write = _write_nodes if config.pairs is None else _write_links
+    found = (_write_embeddings if config.embeddings else write)(config, trained, how)
     if config.scratch is not None:
         remove_scratch(config.scratch)
     reporter.say(f"{'replaced' if is_replaced else 'wrote'} {config.out}")
@@ -74,47 +59,42 @@ def predict_command(config: PredictConfig, reporter: Reporter) -> None:
 
 
 def _write_embeddings(
-    config: PredictConfig, trained: Trained, reporter: Reporter, how: Mapping[str, Any]
+    config: PredictConfig, trained: Trained, how: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Write the outputs of a layer for all nodes."""
-    moment = None if config.time is None else parse_time(trained, config.time)
-    found = embed(trained, reporter, config.layer, node_type=config.node_type, time=moment, **how)
+    found = embed_nodes(
+        trained, layer=config.layer, node_type=config.node_type, time=config.time, **how
+    )
     files.write_array(config.out, found.rows)
     node_type = {} if found.node_type is None else {"node_type": found.node_type}
     shape = {"nodes": len(found.rows), "columns": found.rows.shape[1]}
     return {**shape, **node_type, "layer": found.layer}
 
 
-def _predict_nodes(
-    config: PredictConfig, trained: Trained, reporter: Reporter, how: Mapping[str, Any]
-) -> tuple[int, list[str]]:
-    if config.nodes == "all":
-        nodes = None
-    elif config.nodes in SPLITS:
-        nodes = split_indices(trained, config.nodes)
-    else:
-        path = Path(config.nodes)
-        if not path.exists():
+def _write_nodes(config: PredictConfig, trained: Trained, how: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the classes of nodes, and their probabilities as `probability`, or columns `p_NAME`."""
+    nodes: str | Path = config.nodes
+    if nodes not in ("all", *SPLITS):
+        nodes = Path(nodes)
+        if not nodes.exists():
             near = difflib.get_close_matches(config.nodes, ("all", *SPLITS), 1)
             suggestion = f"did you mean {near[0]}? " if near else ""
             raise FileNotFoundError(
                 f"--nodes: there is no file {config.nodes}\n\n"
                 f"hint: {suggestion}give all, train, valid, test or a file of ids"
             )
-        nodes = read_nodes(path, trained.target_index)
-    found = predict_nodes(trained, nodes, reporter, **how)
-    return len(found.nodes), write_nodes(config.out, found, config.probabilities)
+    found = predict(trained, nodes=nodes, **how)
+    fields = {"node": found.nodes, "class": found.classes}
+    if config.probabilities:
+        fields["probability" if config.out.suffix == ".npy" else "p"] = found.probabilities
+    columns = write_predictions(config.out, fields, found.columns)
+    return {"predictions": len(found.nodes), "columns": columns}
 
 
-def _predict_links(
-    config: PredictConfig, trained: Trained, reporter: Reporter, how: Mapping[str, Any]
-) -> tuple[int, list[str]]:
-    assert config.pairs is not None
-    sources, targets = read_pairs(config.pairs, trained.end_indices)
-    times: Any = None
-    if config.time is not None:
-        times = parse_time(trained, config.time)
-    elif trained.config.graph.is_temporal:
-        times = read_times(config.pairs, trained.data.graph.time_unit)
-    found = predict_pairs(trained, sources, targets, reporter, times=times, **how)
-    return len(found.scores), write_links(config.out, found, config.probabilities)
+def _write_links(config: PredictConfig, trained: Trained, how: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the scores of pairs."""
+    found = predict_links(trained, pairs=config.pairs, times=config.time, **how)
+    fields = {"source": found.sources, "target": found.targets, "score": found.scores}
+    if config.probabilities:
+        fields["probability"] = 1 / (1 + np.exp(-found.scores.astype(np.float64)))
+    return {"predictions": len(found.scores), "columns": write_predictions(config.out, fields)}

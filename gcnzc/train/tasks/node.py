@@ -169,21 +169,18 @@ class NodeTask:
         self, of: Evaluated, say: Callable[[str], object], splits: Sequence[str] = EVALUATED
     ) -> None:
         """See `Task`."""
-        if self.evaluator.method == "auto" and self.whole_graph is not None:
-            self.evaluator.method = "needed"
-            if self._has_single_pass:
-                say("evaluation: needed, in one pass over the whole graph, which fits into memory")
-                return
-            self.evaluator.method = "auto"
         if not self._has_single_pass:
             nodes = self._nodes_of(self._scored(splits))
             self.evaluator.choose(self._with_labels(of), self.data.graph, nodes, say)
+        elif self.evaluator.method == "auto":
+            say("evaluation: needed, in one pass over the whole graph, which fits into memory")
+            self.evaluator.method = "needed"
 
     @property
     def _has_single_pass(self) -> bool:
         """Whether one pass over the whole graph is used, which has no columns of label inputs."""
         has_rows = self.whole_graph is not None and self.label_inputs is None
-        return has_rows and self.evaluator.method == "needed"
+        return has_rows and self.evaluator.method in ("needed", "auto")
 
     def _scored(self, splits: Sequence[str]) -> list[str]:
         return [name for name in splits if name != "train" or self.label_inputs is None]
