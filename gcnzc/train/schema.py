@@ -143,6 +143,6 @@ def check_graph(schema: Schema, data: Dataset | HeteroDataset, source: Path) -> 
             of = f" of node type {name!r}" if name else ""
             raise ValueError(
                 f"{source} has {count} columns of features{of}, but the model was trained with "
-                f"{trained_count}\n\nhint: a model fits only graphs with the same features; without "
-                "DATA, the graph of the run is used"
+                f"{trained_count}\n\nhint: a model fits only graphs with the same features; "
+                "without DATA, the graph of the run is used"
             )
