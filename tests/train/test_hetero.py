@@ -93,7 +93,9 @@ def test_a_graph_with_other_classes_is_rejected(config, tmp_path):
     HeteroGraph(nodes, {each: graph.edges(each) for each in graph.edge_types}).save(
         tmp_path / "five"
     )
-    with pytest.raises(ValueError, match=r"five has 5 classes or columns of labels, .* with 3") as error:
+    with pytest.raises(
+        ValueError, match=r"five has 5 classes or columns of labels, .* with 3"
+    ) as error:
         evaluate(EvaluateConfig(run=tmp_path / "run", data=tmp_path / "five"))
     assert "config.json" not in str(error.value)
     # the labels are not read
