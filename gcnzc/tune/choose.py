@@ -1,6 +1,6 @@
 """Measure and choose the settings that load minibatches fastest.
 
-All times come from a `Bench`: this machine, or in tests a simulated one. The values of a setting
+All times come from a `Machine`. The values of a setting
 are measured in interleaved rounds, and the fastest is the one with the least median. Values within
 `WITHIN` of it, in the median or in enough of the rounds, count as equally fast; the cheapest of
 them is chosen: fewest warps, threads, prefetched minibatches, or threads and then
@@ -18,7 +18,8 @@ the feature cache.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -29,13 +30,12 @@ import torch
 
 from gcnzc.features.cache import DEFAULT_CACHED_FRACTION, cache_bytes, num_rows_to_cache
 from gcnzc.features.pinning import can_read_host, pinned
-from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.gather.gpu import VECTORS, WARPS, KernelConfig
 from gcnzc.kernels.gpu_launch import DEFAULT_PROGRAMS
 from gcnzc.loader.checks import default_threads
 from gcnzc.loader.presampling import presample
 from gcnzc.tune import pcie_bench, profiles
-from gcnzc.tune.machine import Bench, Case, LoaderSettings, Machine
+from gcnzc.tune.machine import Case, LoaderSettings, Machine
 from gcnzc.tune.profiles import Setting, TuningProfile
 from gcnzc.tune.search import WITHIN, Progress, S, cheapest, measure_in_rounds, medians, spread
 
@@ -95,7 +95,7 @@ def tune(case: Case, cache_memory: float, progress: Progress) -> TuningProfile:
 
 
 def tune_on(
-    bench: Bench, case: Case, device: torch.device, limit: CacheMemory, progress: Progress
+    bench: Machine, case: Case, device: torch.device, limit: CacheMemory, progress: Progress
 ) -> TuningProfile:
     """Choose the settings for a workload by the measurements of `bench`."""
     choices = choose_kernel_config(bench, device, progress)
@@ -117,19 +117,12 @@ def tune_on(
 
 
 def choose_kernel_config(
-    bench: Bench, device: torch.device, progress: Progress
+    bench: Machine, device: torch.device, progress: Progress
 ) -> dict[str, Setting]:
     """Choose programs, warps and vectors of the GPU's gather kernel."""
     if not bench.has_gpu:
-        missing = f"not measured: {_why_not_measured(device)}"
-        return {
-            name: Setting(value, f"{missing}; {more}", "default", {})
-            for name, value, more in (
-                ("programs", DEFAULT_PROGRAMS, "at most two per multiprocessor"),
-                ("warps", WARPS, "per program"),
-                ("vectors", VECTORS, "16 B vectors in flight per lane"),
-            )
-        }
+        defaults = {"programs": DEFAULT_PROGRAMS, "warps": WARPS, "vectors": VECTORS}
+        return {name: _not_measured(value, device) for name, value in defaults.items()}
     candidates = [(programs, *shape) for shape, programs in product(SHAPES, PROGRAMS)]
     times = measure_in_rounds(
         candidates, lambda one: bench.gather_s(KernelConfig(*one)), "programs", progress
@@ -153,49 +146,43 @@ def choose_kernel_config(
 
 
 def choose_loader_settings(
-    bench: Bench, kernel_config: KernelConfig | None, progress: Progress
+    bench: Machine, kernel_config: KernelConfig | None, progress: Progress
 ) -> dict[str, Setting]:
     """Choose the number of loading threads, then the number of prefetched minibatches."""
+
+    def batch_s(threads: int, ahead: int) -> float:
+        return bench.batch_s(LoaderSettings(threads, ahead, 0.0, kernel_config))
+
+    def choose(
+        name: str, counts: list[int], seconds: Callable[[int], float], default: int, more: str
+    ) -> Setting:
+        times = measure_in_rounds(counts, seconds, name, progress)
+        count = cheapest(times, int)
+        figures = {"batch_s": {str(count): median_s for count, median_s in medians(times).items()}}
+        why = f"{_describe_lead(times, count)}{more}"
+        return _unless_noisy(Setting(count, why, "measured", figures), times, default)
+
     counts = _thread_counts()
-    by_threads = measure_in_rounds(
-        counts,
-        lambda count: bench.batch_s(LoaderSettings(count, count + 1, 0.0, kernel_config)),
+    chosen = choose(
         "threads",
-        progress,
+        counts,
+        lambda count: batch_s(count, count + 1),
+        default_threads(),
+        f" of {_range(counts)} threads",
     )
-    threads, noise = cheapest(by_threads, int), spread(by_threads)
-    default = default_threads()
-    choices = {
-        "threads": Setting(
-            threads,
-            f"{_describe_lead(by_threads, threads)} of {_range(counts)} threads",
-            "measured",
-            {"batch_s": _named(by_threads)},
-        )
-    }
-    if noise > NOISY:
-        threads = default
-        choices["threads"] = _keep_default(choices["threads"], default, noise)
-    by_ahead = measure_in_rounds(
-        sorted({threads + more for more in (1, 2, 4)}),
-        lambda ahead: bench.batch_s(LoaderSettings(threads, ahead, 0.0, kernel_config)),
+    threads = int(chosen.value)
+    ahead = choose(
         "ahead",
-        progress,
+        [threads + more for more in (1, 2, 4)],
+        partial(batch_s, threads),
+        threads + 1,
+        "; at least one more than threads, so that one is ready",
     )
-    ahead, noise = cheapest(by_ahead, int), spread(by_ahead)
-    choices["ahead"] = Setting(
-        ahead,
-        f"{_describe_lead(by_ahead, ahead)}; at least one more than threads, so that one is ready",
-        "measured",
-        {"batch_s": _named(by_ahead)},
-    )
-    if noise > NOISY:
-        choices["ahead"] = _keep_default(choices["ahead"], threads + 1, noise)
-    return choices
+    return {"threads": chosen, "ahead": ahead}
 
 
 def choose_copied_share(
-    bench: Bench, loading: LoaderSettings, device: torch.device, progress: Progress
+    bench: Machine, loading: LoaderSettings, device: torch.device, progress: Progress
 ) -> tuple[LoaderSettings, Setting]:
     """Choose the fraction of rows that is copied instead of read, and the threads that gather it.
 
@@ -208,35 +195,31 @@ def choose_copied_share(
         the share.
     """
     if not bench.has_gpu:
-        why = f"not measured: {_why_not_measured(device)}; no rows are copied"
-        return loading, Setting(0.0, why, "default", {})
+        return loading, _not_measured(0.0, device)
     kernel_config = loading.kernel_config
     assert kernel_config is not None, "chosen before"
     counts = sorted({loading.threads, max(_thread_counts())})
     engines: dict[str, Callable[[], float]] = {
         "read": lambda: bench.gather_s(kernel_config),
         "copy": bench.copy_s,
+        **{f"gather, {count} threads": partial(bench.host_s, count) for count in counts},
     }
-    engines |= {f"gather, {n} threads": partial(bench.host_s, n) for n in counts}
-    engine_s = medians(
+    alone_s = medians(
         measure_in_rounds(list(engines), lambda name: engines[name](), "engines", progress)
     )
-    ideal = {}
-    for count in counts:
-        # gathering and copying are pipelined
-        copied_s = max(engine_s["copy"], engine_s[f"gather, {count} threads"])
-        ideal[count] = engine_s["read"] / (engine_s["read"] + copied_s)
+    # gathering and copying are pipelined
+    copied_s = {n: max(alone_s["copy"], alone_s[f"gather, {n} threads"]) for n in counts}
+    ideal = {n: alone_s["read"] / (alone_s["read"] + copied_s[n]) for n in counts}
 
     def with_share(count: int, share: float) -> LoaderSettings:
         ahead = count + loading.ahead - loading.threads
         return LoaderSettings(count, ahead, round(min(share, 0.95), 3), kernel_config)
 
-    settings = {
-        with_share(count, ideal[count] * factor) for count in counts for factor in IDEAL_FACTORS
-    }
-    times = measure_in_rounds(
-        [loading, *sorted(settings, key=_cost)], bench.batch_s, "engines", progress
-    )
+    def measure(candidates: Iterable[LoaderSettings]) -> dict[LoaderSettings, list[float]]:
+        ordered = [loading, *sorted(set(candidates), key=_cost)]
+        return measure_in_rounds(ordered, bench.batch_s, "engines", progress)
+
+    times = measure(with_share(n, ideal[n] * factor) for n in counts for factor in IDEAL_FACTORS)
     chosen = cheapest(times, _cost)
     if chosen.copied_share > 0:
         # refine between the fastest share and its neighbours
@@ -244,23 +227,21 @@ def choose_copied_share(
         fastest = min(median_s, key=lambda one: median_s[one])
         step = ideal[fastest.threads] * IDEAL_STEP
         shares = [fastest.copied_share + step * factor for factor in (-0.5, -0.25, 0, 0.25, 0.5)]
-        refined = {chosen, *(with_share(fastest.threads, share) for share in shares if share > 0)}
-        refined_times = measure_in_rounds(
-            [loading, *sorted(refined, key=_cost)], bench.batch_s, "engines", progress
+        refined = measure(
+            [chosen, *(with_share(fastest.threads, share) for share in shares if share > 0)]
         )
-        chosen, times = cheapest(refined_times, _cost), times | refined_times
-    best = ideal[chosen.threads]
+        chosen, times = cheapest(refined, _cost), times | refined
     lead = _describe_lead(times, chosen)
     if chosen.copied_share == 0:
         lead = f"no share is faster by {WITHIN:.0%} in the median and in most rounds"
+    best = ideal[chosen.threads]
     why = f"{lead}; a share of {best:.2f} is predicted for threads that do not sample"
-    named = {f"{one.copied_share:.3g}, {one.threads} threads": one for one in times}
-    median_s = medians(times)
-    figures = {"alone_s": engine_s, "batch_s": {name: median_s[one] for name, one in named.items()}}
-    share = Setting(chosen.copied_share, why, "measured", figures)
-    if (noise := spread(times)) > NOISY:
-        return loading, _keep_default(share, 0.0, noise)
-    return chosen, share
+    batch_s = {
+        f"{one.copied_share:.3g}, {one.threads} threads": s for one, s in medians(times).items()
+    }
+    figures = {"alone_s": alone_s, "batch_s": batch_s}
+    share = _unless_noisy(Setting(chosen.copied_share, why, "measured", figures), times, 0.0)
+    return (loading if share.basis == "default" else chosen), share
 
 
 def choose_cache_size(case: Case, limit: CacheMemory, progress: Progress) -> Setting:
@@ -279,7 +260,9 @@ def choose_cache_size(case: Case, limit: CacheMemory, progress: Progress) -> Set
         return Setting(DEFAULT_CACHED_FRACTION, why, "default", {})
     if limit.memory_bytes is None:
         return Setting(DEFAULT_CACHED_FRACTION, f"not measured: {limit.reason}", "default", {})
-    size = _max_cached_rows(table, limit.memory_bytes)
+    size = 0
+    with suppress(ValueError):  # no row fits
+        size = num_rows_to_cache(table, limit.memory_bytes)
     memory = f"{limit.memory_bytes / 1e9:.3g} GB ({limit.reason})"
     if size == 0:
         # training ignores the value of a setting with the basis "default"
@@ -309,17 +292,20 @@ def _cache_memory(size: float, device: torch.device) -> CacheMemory:
     return CacheMemory(int(free * size), f"{size:.0%} of the GPU's free memory")
 
 
-def _max_cached_rows(table: FeatureTable, memory_bytes: int) -> int:
-    try:
-        return num_rows_to_cache(table, memory_bytes)
-    except ValueError:
-        return 0
-
-
-def _keep_default(choice: Setting, default: float, noise: float) -> Setting:
-    """Replace a noisy setting by its default."""
+def _unless_noisy(
+    choice: Setting, taken_s: Mapping[Any, Sequence[float]], default: float
+) -> Setting:
+    """Return a setting, or its default if it was measured with too much noise."""
+    noise = spread(taken_s)
+    if noise <= NOISY:
+        return choice
     why = f"rounds of one setting differ by {noise:.0%}: stop other programs and tune again"
     return replace(choice, value=default, why=why, basis="default")
+
+
+def _not_measured(default: float, device: torch.device) -> Setting:
+    missing = "no GPU" if device.type != "cuda" else "this GPU cannot read host memory"
+    return Setting(default, f"not measured: {missing}", "default", {})
 
 
 def _thread_counts() -> list[int]:
@@ -331,12 +317,6 @@ def _cost(loading: LoaderSettings) -> tuple[int, float]:
     return loading.threads, loading.copied_share
 
 
-def _why_not_measured(device: torch.device) -> str:
-    if device.type != "cuda":
-        return "no GPU"
-    return "this GPU cannot read host memory"
-
-
 def _describe_lead(taken_s: Mapping[S, Sequence[float]], chosen: S) -> str:
     """Describe how much slower a setting is than the fastest."""
     median_s = medians(taken_s)
@@ -346,7 +326,3 @@ def _describe_lead(taken_s: Mapping[S, Sequence[float]], chosen: S) -> str:
 
 def _range(counts: Sequence[int]) -> str:
     return f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
-
-
-def _named(taken_s: Mapping[Any, Sequence[float]]) -> dict[str, float]:
-    return {str(name): seconds for name, seconds in medians(taken_s).items()}

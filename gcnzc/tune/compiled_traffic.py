@@ -61,11 +61,8 @@ def sample_rows(shape: Shape) -> Sample:
     size = num_rows * stride_bytes + base + 2 * LINE_BYTES
     # no value is infinite or NaN in any dtype
     memory = torch.randint(100, (size,), dtype=torch.int8, generator=generator)
-    memory = memory[-memory.data_ptr() % LINE_BYTES + base :]
-    items = memory[: len(memory) // shape.item_bytes * shape.item_bytes]
-    rows = items.view(getattr(torch, shape.dtype)).as_strided(
-        (num_rows, shape.num_columns), (stride_bytes // shape.item_bytes, 1)
-    )
+    aligned = memory[-memory.data_ptr() % LINE_BYTES :]
+    rows = shape.lay(aligned, getattr(torch, shape.dtype))[:num_rows]
     scales = None
     if shape.has_scales:
         per = shape.scale_columns

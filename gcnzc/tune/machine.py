@@ -3,7 +3,6 @@
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -59,26 +58,8 @@ class LoaderSettings:
     kernel_config: KernelConfig | None = None
 
 
-class Bench(Protocol):
-    """The measurements that `choose` needs; all return mean seconds per minibatch."""
-
-    has_gpu: bool  # whether there is a GPU that can read host memory
-
-    def gather_s(self, kernel_config: KernelConfig) -> float:
-        """Time the GPU's zero-copy gather of the rows from host memory."""
-
-    def copy_s(self) -> float:
-        """Time a copy of the same number of bytes from page-locked memory to the GPU."""
-
-    def host_s(self, threads: int) -> float:
-        """Time the CPU's gather of the rows into page-locked memory."""
-
-    def batch_s(self, loading: LoaderSettings) -> float:
-        """Time the loader from one minibatch to the next, without a model."""
-
-
 class Machine:
-    """Measurements on this machine, as a `Bench`.
+    """Measurements on this machine; all return mean seconds per minibatch.
 
     Args:
         case: the workload; for a GPU, its table must be inside `gcnzc.pinned`.
@@ -110,7 +91,7 @@ class Machine:
         self.copied = torch.empty_like(self.staging, device=gpu.device)
 
     def gather_s(self, kernel_config: KernelConfig) -> float:
-        """See `Bench`."""
+        """Time the GPU's zero-copy gather of the rows from host memory."""
         assert self.gpu is not None, "there is a GPU"
         if kernel_config not in self._checked:
             self._check_rows(kernel_config)
@@ -118,7 +99,7 @@ class Machine:
         return taken_s / len(self.ids)
 
     def copy_s(self) -> float:
-        """See `Bench`."""
+        """Time a copy of the same number of bytes from page-locked memory to the GPU."""
         assert self.gpu is not None, "there is a GPU"
 
         def copy() -> None:
@@ -128,7 +109,7 @@ class Machine:
         return self.gpu.seconds(copy) / len(self.ids)
 
     def host_s(self, threads: int) -> float:
-        """See `Bench`."""
+        """Time the CPU's gather of the rows into page-locked memory."""
         plain = FeatureTable(self.case.table.rows)
         begin_s = time.perf_counter()
         for ids in self.host_ids:
@@ -136,7 +117,7 @@ class Machine:
         return (time.perf_counter() - begin_s) / len(self.host_ids)
 
     def batch_s(self, loading: LoaderSettings) -> float:
-        """See `Bench`."""
+        """Time the loader from one minibatch to the next, without a model."""
         case = self.case
         loader = Loader(
             case.graph,
@@ -183,11 +164,7 @@ class Machine:
         some = self.host_ids[0][:CHECKED_IDS]
         expected = self.case.table.gather(some)
         found = self._gather(some.to(self.out.device), kernel_config).cpu()
-        if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
-            raise RuntimeError(
-                f"a gather with {kernel_config} returned wrong rows on {self.device}\n\n"
-                "hint: run `pytest -m gpu` to find the kernel that fails"
-            )
+        pcie_bench.check_rows(found, expected, f"with {kernel_config}", self.device)
         self._checked.add(kernel_config)
 
 

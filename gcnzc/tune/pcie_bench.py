@@ -7,7 +7,7 @@ in which the GPU's threads read a contiguous range. It bounds the rate of all ga
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -87,6 +87,23 @@ class Shape:
         """Bytes of one row."""
         return self.num_columns * self.item_bytes
 
+    def lay(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the rows that fit into int8 memory, which is aligned to 128 B, as this dtype.
+
+        Raises:
+            ValueError: the memory is smaller than a row.
+        """
+        num_rows = (len(memory) - self.base - self.row_bytes) // self.stride_bytes + 1
+        if num_rows < 1:
+            raise ValueError(
+                f"{len(memory)} bytes of memory are less than a row of {self.row_bytes} bytes\n\n"
+                "hint: increase --megabytes, the size of the memory that is read"
+            )
+        end = len(memory) - (len(memory) - self.base) % self.item_bytes
+        strides = (self.stride_bytes // self.item_bytes, 1)
+        items = memory[self.base : end].view(dtype)
+        return items.as_strided((num_rows, self.num_columns), strides)
+
 
 def shape_of(path: Path) -> Shape:
     """Return the shape of a folder's feature table; rows of a raw folder are contiguous.
@@ -102,28 +119,16 @@ def shape_of(path: Path) -> Shape:
             f"{path} has no features to read\n\n"
             f"hint: `gcnzc prepare {path} DEST --embed 64` computes features from its edges"
         )
-    if found["kind"] != "prepared":
-        columns, dtype = about["columns"], about["dtype"]
-        stride_bytes = columns * int(getattr(torch, dtype).itemsize)
-        return Shape(name, found["num_nodes"], columns, dtype, stride_bytes)
-    if about["kind"] == "sparse":
+    if found["kind"] == "prepared" and about["kind"] == "sparse":
         raise ValueError(
             f"{path} has sparse features, but a GPU reads dense rows\n\n"
             f"hint: convert them with `gcnzc prepare {path} DEST`"
         )
-    table = load.load(path, allow_nan=True).table
-    assert table is not None, "meta.json lists features"
-    rows = table.rows
-    return Shape(
-        name,
-        rows.shape[0],
-        rows.shape[1],
-        about["dtype"],
-        rows.stride(0) * rows.element_size(),
-        rows.data_ptr() % LINE_BYTES,
-        has_scales=table.scales is not None,
-        scale_columns=table.scale_columns,
-    )
+    columns, dtype = about["columns"], about["dtype"]
+    # files are mapped, and rows begin after a header of 4096 B, so that the first is at a line
+    stride_bytes = about.get("pitch_bytes") or columns * int(getattr(torch, dtype).itemsize)
+    scales = {"has_scales": "scales" in about, "scale_columns": about.get("scale_columns")}
+    return Shape(name, found["num_nodes"], columns, dtype, stride_bytes, **scales)
 
 
 def predict_traffic(shape: Shape, split_bytes: int | None = None) -> Figures:
@@ -208,10 +213,11 @@ def peak_read_rate(device: torch.device) -> float | None:
     """
     if device.type != "cuda":
         return None
-    try:
-        return _dense_peak(_cuda(device))
-    except RuntimeError:
-        return None
+    gpu = _cuda(device)
+    with suppress(RuntimeError), _page_locked(ROOF_BYTES) as memory:
+        tasks = _dense_reads(memory, torch.empty_like(memory, device=gpu.device), ROOF_PROGRAMS)
+        return max(measure_rates(tasks, gpu.seconds, ROOF_ROUNDS).values())
+    return None
 
 
 def measure_bus(gpu: Gpu, memory: Tensor) -> Figures:
@@ -228,13 +234,10 @@ def measure_bus(gpu: Gpu, memory: Tensor) -> Figures:
     """
     out = torch.empty(min(len(memory), max(COPY_BYTES)), dtype=torch.int8, device=gpu.device)
     dense = _dense_reads(memory[: len(out)], out, (default_programs(gpu.device), *PROGRAMS))
-    copies: dict[str, tuple[int, Callable[[], object]]] = {}
-    for num_bytes in sorted({min(size, len(out)) for size in COPY_BYTES}):
-        to, source = out[:num_bytes], memory[:num_bytes]
-        copies[str(num_bytes)] = (
-            num_bytes,
-            partial(copy_into, to, source, non_blocking=True),
-        )
+    copies = {
+        str(size): (size, partial(copy_into, out[:size], memory[:size], non_blocking=True))
+        for size in sorted({min(size, len(out)) for size in COPY_BYTES})
+    }
     copy_rates = measure_rates(copies, gpu.seconds)
     dense_rates = measure_rates(dense, gpu.seconds)
     fastest = max(dense_rates, key=lambda programs: dense_rates[programs])
@@ -266,18 +269,25 @@ def measure_gather(gpu: Gpu, memory: Tensor, shape: Shape) -> float:
         ValueError: the memory is smaller than a row.
     """
     num_ids = min(MAX_IDS, -(-min(GATHER_BYTES, len(memory)) // shape.row_bytes))
-    rows = _lay_rows(memory, shape)
+    # integers, so that equal rows are equal bit for bit
+    rows = shape.lay(memory, _ITEMS[shape.item_bytes])
     chosen = torch.randint(len(rows), (num_ids,), generator=torch.Generator().manual_seed(0))
     ids = chosen.to(gpu.device)
     out = torch.empty(num_ids, shape.num_columns, dtype=rows.dtype, device=gpu.device)
     gather_rows(rows, ids, out)
-    if not torch.equal(out[:CHECKED_IDS].cpu(), rows[chosen[:CHECKED_IDS]]):
-        raise RuntimeError(
-            f"a gather of rows of {shape.row_bytes} bytes returned wrong rows on {gpu.device}\n\n"
-            "hint: run `pytest -m gpu` to find the kernel that fails"
-        )
+    found, expected = out[:CHECKED_IDS].cpu(), rows[chosen[:CHECKED_IDS]]
+    check_rows(found, expected, f"of rows of {shape.row_bytes} bytes", gpu.device)
     task = num_ids * shape.row_bytes, lambda: gather_rows(rows, ids, out)
     return measure_rates({"gather": task}, gpu.seconds)["gather"]
+
+
+def check_rows(found: Tensor, expected: Tensor, what: str, device: torch.device) -> None:
+    """Raise a RuntimeError if a gather on a device did not return the expected rows."""
+    if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
+        raise RuntimeError(
+            f"a gather {what} returned wrong rows on {device}\n\n"
+            "hint: run `pytest -m gpu` to find the kernel that fails"
+        )
 
 
 def report(
@@ -306,31 +316,21 @@ def report(
             words = memory[: len(memory) // 4 * 4].view(torch.int32)
             torch.arange(len(words), dtype=torch.int32, out=words)
             rate = measure_gather(gpu, memory, shape)
-            table |= _relative_rates(rate, table["efficiency"], link)
+            whole = link["pcie_bytes_per_s"]
+            table |= {
+                "payload_bytes_per_s": rate,
+                "share_of_dense": rate / link["dense_bytes_per_s"],
+                "share_of_copy": rate / link["copy_bytes_per_s"],
+                # bytes on the bus, including packet headers
+                "share_of_link": None if whole is None else rate / table["efficiency"] / whole,
+            }
     return found
-
-
-def _relative_rates(rate: float, efficiency: float, link: Mapping[str, Any]) -> Figures:
-    whole = link.get("pcie_bytes_per_s")
-    return {
-        "payload_bytes_per_s": rate,
-        "share_of_dense": rate / link["dense_bytes_per_s"],
-        "share_of_copy": rate / link["copy_bytes_per_s"],
-        # bytes on the bus, including packet headers
-        "share_of_link": None if whole is None else rate / efficiency / whole,
-    }
 
 
 def _cuda(device: torch.device) -> Gpu:
     return Gpu(
         device, lambda work: _cuda_seconds(work, device), lambda busy: nvml.pcie(device, busy)
     )
-
-
-def _dense_peak(gpu: Gpu) -> float:
-    with _page_locked(ROOF_BYTES) as memory:
-        tasks = _dense_reads(memory, torch.empty_like(memory, device=gpu.device), ROOF_PROGRAMS)
-        return max(measure_rates(tasks, gpu.seconds, ROOF_ROUNDS).values())
 
 
 def _cuda_seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -368,23 +368,10 @@ def _page_locked(num_bytes: int) -> Iterator[Tensor]:
 def _dense_reads(
     memory: Tensor, out: Tensor, programs: Sequence[int]
 ) -> dict[str, tuple[int, Callable[[], object]]]:
-    def read(count: int) -> Callable[[], object]:
-        return lambda: read_dense(memory, out, programs=count)
-
-    return {str(count): (len(memory), read(count)) for count in dict.fromkeys(programs)}
-
-
-def _lay_rows(memory: Tensor, shape: Shape) -> Tensor:
-    item_bytes, stride_bytes, base = shape.item_bytes, shape.stride_bytes, shape.base
-    num_rows = (len(memory) - base - shape.row_bytes) // stride_bytes + 1
-    if num_rows < 1:
-        raise ValueError(
-            f"{len(memory)} bytes of memory are less than a row of {shape.row_bytes} bytes\n\n"
-            "hint: increase --megabytes, the size of the memory that is read"
-        )
-    items = memory[base : base + (len(memory) - base) // item_bytes * item_bytes]
-    size, strides = (num_rows, shape.num_columns), (stride_bytes // item_bytes, 1)
-    return items.view(_ITEMS[item_bytes]).as_strided(size, strides)
+    return {
+        str(count): (len(memory), partial(read_dense, memory, out, programs=count))
+        for count in dict.fromkeys(programs)
+    }
 
 
 def _latency_s(gpu: Gpu, memory: Tensor) -> float:

@@ -170,19 +170,15 @@ def find(
     """
     key = make_key(device, table)
     matching = [profile for profile in read(say) if profile.key == key]
-    same_length = [profile for profile in matching if profile.rows == table.num_rows]
-    found = same_length or matching
+    # stable: the newest remains the last
+    found = sorted(matching, key=lambda profile: profile.rows == table.num_rows)
     return found[-1] if found else None
 
 
 def find_for_device(device: torch.device, say: Warn | None = None) -> list[TuningProfile]:
     """Return the profiles for a device with its present driver and versions, for any table."""
     machine = _machine_key(device)
-    return [
-        profile
-        for profile in read(say)
-        if {name: part for name, part in profile.key.items() if name != "table"} == machine
-    ]
+    return [found for found in read(say) if found.key | machine == found.key]
 
 
 def read(say: Warn | None = None) -> list[TuningProfile]:

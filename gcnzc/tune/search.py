@@ -1,9 +1,11 @@
 """Find the cheapest of the fastest settings, by interleaved measurements."""
 
+import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 S = TypeVar("S", bound=Hashable)
@@ -66,66 +68,59 @@ def spread(taken_s: Mapping[Any, Sequence[float]]) -> float:
 def measure_in_rounds(
     settings: Sequence[S], seconds: Callable[[S], float], name: str, progress: Progress
 ) -> dict[S, list[float]]:
-    """Measure all settings in rounds and return the seconds of each.
-
-    The first round is a warm-up, which also determines how many of `ROUNDS` fit into `STAGE_S`.
+    """Measure all settings in as many of `ROUNDS` as fit into `STAGE_S`, after a warm-up round.
 
     Args:
         settings: to measure.
         seconds: measures a setting once.
         name: of the measurement, for `progress`.
         progress: see `Progress`.
+
+    Returns:
+        The seconds of each setting.
     """
-    min_rounds, max_rounds = ROUNDS
-    rounds, began_s = max_rounds, time.perf_counter()
-
-    def count_rounds() -> int:
-        nonlocal rounds
-        a_round_s = max(time.perf_counter() - began_s, 1e-9)
-        rounds = max(min_rounds, min(max_rounds, int(STAGE_S / a_round_s)))
-        return rounds
-
-    def advance(done: int) -> None:
-        progress(name, done, len(settings) * (rounds + 1))
-
-    return interleave(settings, seconds, count_rounds, advance=advance)
+    least, most = ROUNDS
+    advance = partial(progress, name)
+    return interleave(settings, seconds, most, least=least, limit_s=STAGE_S, advance=advance)
 
 
 def interleave(
     settings: Iterable[S],
     seconds: Callable[[S], float],
-    rounds: int | Callable[[], int],
+    rounds: int,
     *,
     warm_up: int = 1,
+    least: int = 1,
+    limit_s: float = math.inf,
     shuffler: random.Random | None = None,
-    advance: Callable[[int], object] | None = None,
+    advance: Callable[[int, int], object] | None = None,
 ) -> dict[S, list[float]]:
     """Measure settings in turns, so that a machine that slows down for a while slows all of them.
 
     Args:
         settings: to measure.
         seconds: measures a setting once.
-        rounds: number of counted rounds, or a function that returns it after the warm-up.
+        rounds: largest number of counted rounds.
         warm_up: rounds before these, which compile kernels and touch fresh pages.
+        least: smallest number of counted rounds.
+        limit_s: time limit for the counted rounds, by the time of the warm-up.
         shuffler: orders the settings of each round; None keeps their order.
-        advance: called with the number of finished measurements, those of the warm-up included.
+        advance: called with the finished measurements, and their total number, both with the
+            warm-up.
 
     Returns:
         The seconds of each setting in the counted rounds.
     """
     taken: dict[S, list[float]] = {setting: [] for setting in settings}
-    order, done = list(taken), 0
-
-    def measure_round() -> None:
-        nonlocal done
+    order, number, done, begin_s = list(taken), 0, 0, time.perf_counter()
+    while number < warm_up + rounds:
         for setting in shuffler.sample(order, len(order)) if shuffler else order:
             taken[setting].append(seconds(setting))
             done += 1
             if advance is not None:
-                advance(done)
-
-    for _ in range(warm_up):
-        measure_round()
-    for _ in range(rounds if isinstance(rounds, int) else rounds()):
-        measure_round()
+                advance(done, len(order) * (warm_up + rounds))
+        number += 1
+        if number == warm_up:
+            fitting = limit_s * warm_up / max(time.perf_counter() - begin_s, 1e-9)
+            rounds = int(max(least, min(rounds, fitting)))
     return {setting: values[warm_up:] for setting, values in taken.items()}

@@ -1,7 +1,6 @@
 """Commands do what their help says, and report errors with a remedy."""
 
 import itertools
-import json
 import os
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from command_runs import SMALL, failed
+from command_runs import SMALL, failed, ran
 from tiny_graph import tiny
 
 import gcnzc
@@ -29,16 +28,12 @@ from gcnzc.tune import choose, machine, search
 def test_prepare_reports_edges_without_their_reverse(tmp_path, capsys):
     archive = tiny().write_npz(tmp_path / "mine.npz")
     for choice, expected in (("auto", True), ("yes", False), ("no", False)):
-        dest = tmp_path / choice
-        assert main(["prepare", str(archive), str(dest), "--bidirected", choice]) == 0
-        assert ("most edges have no reverse edge" in capsys.readouterr().err) == expected
+        _, err = ran(capsys, "prepare", archive, tmp_path / choice, "--bidirected", choice)
+        assert ("most edges have no reverse edge" in err) == expected
 
 
 def test_training_prints_one_line_and_fills_the_run_folder(graph, tmp_path, capsys):
-    assert main(["train", str(graph), *SMALL, "--out", str(tmp_path / "r")]) == 0
-    out, err = capsys.readouterr()
-    line = json.loads(out)
-    assert out.count("\n") == 1
+    line, err = ran(capsys, "train", graph, *SMALL, "--out", tmp_path / "r")
     wanted = {"test_accuracy", "valid_accuracy", "epoch_s", "sample_s", "gather_s", "compute_s"}
     assert wanted | {"exchange_s", "payload_bytes", "bytes_sent"} <= set(line)
     assert line["epochs"] == 2
@@ -57,15 +52,11 @@ def test_a_tuning_profile_is_measured_saved_shown_and_used(graph, tmp_path, monk
     monkeypatch.setattr(choose, "NOISY", float("inf"))
     monkeypatch.setattr(search, "ROUNDS", (2, 2))
     little = ["--megabytes", "1"]
-    capsys.readouterr()
-    assert main(["check", *little]) == 0
-    assert json.loads(capsys.readouterr().out)["plans"] == []
+    assert ran(capsys, "check", *little)[0]["plans"] == []
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "plans.json").write_text("{")
     words = ["--fanouts", "4,4", "--batch-size", "32", "--cache-memory", "20KB"]
-    assert main(["check", str(graph), "--tune", *words, *little]) == 0
-    out, err = capsys.readouterr()
-    found = json.loads(out)
+    found, err = ran(capsys, "check", graph, "--tune", *words, *little)
     (made,) = found["plans"]
     assert err.count("cannot read tuning profiles in") == 1
     assert found["kept_in"] == str(tmp_path / "cache" / "plans.json")
@@ -75,34 +66,30 @@ def test_a_tuning_profile_is_measured_saved_shown_and_used(graph, tmp_path, monk
     for setting in ("programs", "threads", "ahead", "copied_share", "hot"):
         assert any(line.startswith(f"{setting} ") for line in err.splitlines()), setting
     # for the machine, or for this graph; not for another
-    for more in ([], [str(graph)]):
-        assert main(["check", *more, *little]) == 0
-        out, err = capsys.readouterr()
-        assert json.loads(out)["plans"] == [made]
+    for more in ([], [graph]):
+        found, err = ran(capsys, "check", *more, *little)
+        assert found["plans"] == [made]
         assert "threads" in err
-    wide = ["make", str(tmp_path / "raw"), "--nodes", "50", "--edges", "100", "--classes", "3"]
-    assert main(wide) == 0
-    capsys.readouterr()
-    assert main(["check", str(tmp_path / "raw"), *little]) == 0
-    assert json.loads(capsys.readouterr().out)["plans"] == []
-    words = ["train", str(graph), *SMALL, "--epochs", "1"]
-    assert main([*words, "--out", str(tmp_path / "with")]) == 0
-    assert f"tuning profile of {made['made'][:10]}: " in capsys.readouterr().err
-    assert main([*words, "--no-tuning-profile", "--out", str(tmp_path / "without")]) == 0
-    assert "tuning profile of" not in capsys.readouterr().err
-    # a run may go on with another plan, or none
-    words = ["train", "--resume", str(tmp_path / "with"), "--epochs", "2", "--no-tuning-profile"]
-    assert main(words) == 0
-    assert "tuning profile of" not in capsys.readouterr().err
+    raw = tmp_path / "raw"
+    ran(capsys, "make", raw, "--nodes", "50", "--edges", "100", "--classes", "3")
+    assert ran(capsys, "check", raw, *little)[0]["plans"] == []
+    words = ["train", graph, *SMALL, "--epochs", "1"]
+    _, err = ran(capsys, *words, "--out", tmp_path / "with")
+    assert f"tuning profile of {made['made'][:10]}: " in err
+    for more in (
+        [*words, "--out", tmp_path / "without"],
+        # a run may go on with another plan, or none
+        ["train", "--resume", tmp_path / "with", "--epochs", "2"],
+    ):
+        assert "tuning profile of" not in ran(capsys, *more, "--no-tuning-profile")[1]
 
 
 def test_tuning_on_a_busy_machine_is_reported(monkeypatch, capsys):
     for load, told in ((0.1, False), (1e6, True)):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
-        assert main(["check", "--megabytes", "1"]) == 0
-        out, err = capsys.readouterr()
+        found, err = ran(capsys, "check", "--megabytes", "1")
         assert ("other processes use" in err) == told
-        assert json.loads(out)["load"] == load
+        assert found["load"] == load
 
 
 def test_tuning_without_a_graph_works_with_a_read_only_cache_folder(tmp_path, monkeypatch, capsys):
@@ -110,11 +97,8 @@ def test_tuning_without_a_graph_works_with_a_read_only_cache_folder(tmp_path, mo
     monkeypatch.setenv("GCNZC_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(machine, "DEFAULT_TABLE_BYTES", 1 << 18)
     monkeypatch.setattr(machine, "MIN_MEASURED_S", 0.001)
-    capsys.readouterr()
-    words = ["check", "--tune", "--row-bytes", "100", "--fanouts", "2", "--megabytes", "1"]
-    assert main(words) == 0
-    out, err = capsys.readouterr()
-    found = json.loads(out)
+    words = ["--tune", "--row-bytes", "100", "--fanouts", "2", "--megabytes", "1"]
+    found, err = ran(capsys, "check", *words)
     assert found["kept_in"] is None
     assert "the tuning profile could not be stored" in err
     assert found["plans"][0]["key"]["table"]["row_bytes"] == 100
@@ -123,18 +107,15 @@ def test_tuning_without_a_graph_works_with_a_read_only_cache_folder(tmp_path, mo
 
 def test_a_resumed_run_may_have_more_epochs(graph, tmp_path, capsys):
     whole, part = tmp_path / "whole", tmp_path / "part"
-    assert main(["train", str(graph), *SMALL, "--epochs", "3", "--out", str(whole)]) == 0
-    assert main(["train", str(graph), *SMALL, "--out", str(part)]) == 0
-    assert main(["train", "--resume", str(part), "--epochs", "3"]) == 0
-    lines = [json.loads((path / "result.json").read_text()) for path in (whole, part)]
-    assert lines[0]["test_accuracy"] == lines[1]["test_accuracy"]
-    assert lines[1]["epochs"] == 3
+    expected, _ = ran(capsys, "train", graph, *SMALL, "--epochs", "3", "--out", whole)
+    ran(capsys, "train", graph, *SMALL, "--out", part)
+    found, _ = ran(capsys, "train", "--resume", part, "--epochs", "3")
+    assert (found["test_accuracy"], found["epochs"]) == (expected["test_accuracy"], 3)
 
 
 def test_plot_draws_two_runs(run, tmp_path, capsys):
-    capsys.readouterr()
-    assert main(["plot", str(run), str(run), "--out", str(tmp_path / "p.png")]) == 0
-    assert json.loads(capsys.readouterr().out)["picture"] == str(tmp_path / "p.png")
+    found, _ = ran(capsys, "plot", run, run, "--out", tmp_path / "p.png")
+    assert found["picture"] == str(tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 10_000
 
 
@@ -142,22 +123,19 @@ def test_plot_of_several_runs_leaves_the_curves_of_each(run, tmp_path, capsys):
     other = tmp_path / "other"
     shutil.copytree(run, other)
     before = (other / "curves.png").read_bytes()
-    assert main(["plot", str(other), str(run)]) == 0
+    found, _ = ran(capsys, "plot", other, run)
     assert (other / "curves.png").read_bytes() == before
-    out = json.loads(capsys.readouterr().out)["picture"]
-    assert Path(out) == tmp_path / "comparison.png"
+    assert found["picture"] == str(tmp_path / "comparison.png")
     assert (tmp_path / "comparison.png").stat().st_size > 1000
     assert run_labels([Path("a/run"), Path("b/run")]) == ["a/run", "b/run"]
-    assert main(["plot", str(tmp_path / "none")]) == 1
-    assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
+    assert "there is no folder" in failed(capsys, ["plot", tmp_path / "none"], 1)[0]
 
 
 def test_check_measures_the_machine(capsys, monkeypatch):
     # each copy, and each gather, takes half a second
     clock = SimpleNamespace(perf_counter=itertools.count(step=0.5).__next__)
     monkeypatch.setattr(check, "time", clock)
-    assert main(["check", "--megabytes", "16"]) == 0
-    line = json.loads(capsys.readouterr().out)
+    line, _ = ran(capsys, "check", "--megabytes", "16")
     # of a quarter of the bytes
     assert line["copy_bytes_per_s"] == pytest.approx(16e6 / 4 / 0.5, rel=0.1)
     assert line["gather_bytes_per_s"] == line["copy_bytes_per_s"]
@@ -165,11 +143,7 @@ def test_check_measures_the_machine(capsys, monkeypatch):
 
 def test_pcie_reports_the_traffic_of_a_graph(graph, capsys, monkeypatch):
     monkeypatch.setattr("gcnzc.tune.pcie_bench.current_gpu", lambda: None)
-    capsys.readouterr()
-    assert main(["pcie", str(graph), "--split-bytes", "64"]) == 0
-    out, err = capsys.readouterr()
-    line = json.loads(out)
-    assert out.count("\n") == 1
+    line, err = ran(capsys, "pcie", graph, "--split-bytes", "64")
     assert (line["split_bytes"], line["link"]) == (64, None)
     table = line["table"]
     assert (table["rows"], table["columns"], table["row_bytes"]) == (1500, 16, 64)
@@ -178,23 +152,10 @@ def test_pcie_reports_the_traffic_of_a_graph(graph, capsys, monkeypatch):
     assert "1.00 requests per row" in err
 
 
-def test_pcie_without_a_gpu_and_a_graph_is_an_error(capsys, monkeypatch):
-    monkeypatch.setattr("gcnzc.tune.pcie_bench.current_gpu", lambda: None)
-    error, hint = failed(capsys, ["pcie"], 1)
-    assert "no CUDA device" in error
-    assert "`gcnzc pcie DATA`" in hint
-
-
-def test_a_run_is_not_overwritten(run, graph, capsys):
-    error, hint = failed(capsys, ["train", graph, *SMALL, "--out", run], 1)
-    assert "already has a run" in error
-    assert "--resume" in hint
-
-
 def test_resuming_a_finished_run_says_so(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "r")
-    assert main(["train", "--resume", str(tmp_path / "r")]) == 0
-    assert "has finished all 2 epochs; --epochs adds more" in capsys.readouterr().err
+    _, err = ran(capsys, "train", "--resume", tmp_path / "r")
+    assert "has finished all 2 epochs; --epochs adds more" in err
 
 
 def test_user_warnings_are_messages():
@@ -204,11 +165,6 @@ def test_user_warnings_are_messages():
         with warned_with(said.append):
             warnings.warn("one thing\n\nhint: another", UserWarning, stacklevel=1)
     assert said == ["warning: one thing\n\nhint: another"]
-
-
-def test_a_resumed_run_keeps_its_model(run, capsys):
-    error, _ = failed(capsys, ["train", "--resume", run, "--hidden", "32"], 1)
-    assert "--hidden 16, not 32" in error
 
 
 def test_files_of_another_program_in_a_run_are_rejected(run, tmp_path, capsys):
@@ -243,17 +199,26 @@ def test_resuming_a_run_without_its_checkpoint_is_an_error(run, tmp_path, capsys
     for path in lost.iterdir():
         if path.is_file() and path.name != "config.json":
             path.unlink()
-    assert main(["train", "--resume", str(lost), "--epochs", "1"]) == 0
-    assert "has no checkpoint yet: the run starts again" in capsys.readouterr().err
+    _, err = ran(capsys, "train", "--resume", lost, "--epochs", "1")
+    assert "has no checkpoint yet: the run starts again" in err
 
 
-def test_training_without_features_is_an_error(shared_data, tmp_path, capsys):
-    source = shared_data / "ogb" / "arxiv_nofeat"
-    words = ["train", source, *SMALL, "--out", tmp_path / "r"]
-    error, hint = failed(capsys, words, 1)
-    assert "no features" in error
-    assert "--embed" in hint
-    assert not (tmp_path / "r").exists()
+def test_commands_that_do_not_fit_a_graph_or_a_run(
+    run, graph, shared_data, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("gcnzc.tune.pcie_bench.current_gpu", lambda: None)
+    bare, new = shared_data / "ogb" / "arxiv_nofeat", tmp_path / "r"
+    for words, error, hint in (
+        (["pcie"], "no CUDA device", "`gcnzc pcie DATA`"),
+        (["pcie", bare], "no features to read", "--embed"),
+        (["train", bare, *SMALL, "--out", new], "no features", "--embed"),
+        (["train", graph, *SMALL, "--out", run], "already has a run", "--resume"),
+        (["train", "--resume", run, "--hidden", "32"], "--hidden 16, not 32", ""),
+    ):
+        found = failed(capsys, words, 1)
+        assert error in found[0]
+        assert hint in found[1]
+    assert not new.exists()
 
 
 def test_training_without_labels_is_an_error(tmp_path, capsys):
@@ -264,23 +229,14 @@ def test_training_without_labels_is_an_error(tmp_path, capsys):
     assert "check the training split of the graph" in hint
 
 
-def test_pcie_rejects_a_graph_without_features(shared_data, capsys):
-    error, hint = failed(capsys, ["pcie", shared_data / "ogb" / "arxiv_nofeat"], 1)
-    assert "no features to read" in error
-    assert "--embed" in hint
-
-
 def test_an_embedding_is_used_as_features(shared_data, tmp_path, capsys):
     source = shared_data / "ogb" / "cora"
-    words = ["prepare", str(source), str(tmp_path / "g"), "--embed", "24"]
-    assert main(words) == 0
-    line = json.loads(capsys.readouterr().out)
+    line, _ = ran(capsys, "prepare", source, tmp_path / "g", "--embed", "24")
     assert line["features"]["columns"] == 24
     options = ["--batch-size", "140", "--epochs", "20", "--lr", "0.01", "--fanouts", "10,10"]
-    words = ["train", str(tmp_path / "g"), *options, "--out", str(tmp_path / "r")]
-    assert main(words) == 0
+    line, _ = ran(capsys, "train", tmp_path / "g", *options, "--out", tmp_path / "r")
     # seven classes, of which the largest has 30 % of the nodes; the edges alone say this much
-    assert json.loads(capsys.readouterr().out)["test_accuracy"] > 0.6
+    assert line["test_accuracy"] > 0.6
 
 
 @pytest.mark.parametrize(

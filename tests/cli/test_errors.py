@@ -7,11 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from command_runs import SMALL, failed
+from command_runs import ROOT, SMALL, failed, ran, started
 from limits import HANG_S
 from numba import njit
 from stopped import STOPS, wait_for_state
@@ -24,19 +23,6 @@ from gcnzc.system import files
 from gcnzc.train import record
 from gcnzc.train import run as train_run
 from gcnzc.train.writable import check_output
-
-ROOT = Path(__file__).parents[2]
-
-
-def start(*words, program=(sys.executable, "-m", "gcnzc"), **options) -> subprocess.Popen:
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [*program, *map(str, words)],
-        env=os.environ | {"PYTHONPATH": paths},
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
 
 
 def answer_of(capsys, words, status) -> str:
@@ -133,11 +119,10 @@ def test_output_paths_are_checked_before_the_work(run, graph, tmp_path, capsys, 
 
 @pytest.mark.processes
 def test_a_pipe_that_closes_is_no_error(graph):
-    process = start("info", graph, stdout=subprocess.PIPE)
-    process.stdout.close()
-    assert process.stderr.read() == ""
-    process.stderr.close()
-    assert process.wait() == 1
+    with started("info", graph) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == 1
 
 
 @pytest.mark.processes
@@ -145,13 +130,13 @@ def test_sigterm_while_preparing_leaves_nothing_behind(tmp_path):
     sizes = ["--nodes", "100", "--edges", "200", "--num-features", "10"]
     assert main(["make", str(tmp_path / "raw"), *sizes]) == 0
     words = ["prepare", tmp_path / "raw", tmp_path / "prepared"]
-    process = start(*words, program=STOPS, stdout=subprocess.PIPE)
-    wait_for_state(process)
-    assert len(list(tmp_path.iterdir())) == 2
-    assert not (tmp_path / "prepared").exists()
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGCONT)
-    _, err = process.communicate(timeout=HANG_S)
+    with started(*words, program=STOPS) as process:
+        wait_for_state(process)
+        assert len(list(tmp_path.iterdir())) == 2
+        assert not (tmp_path / "prepared").exists()
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGCONT)
+        _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 1
     assert "error: terminated" in err
     assert "Traceback" not in err
@@ -179,11 +164,7 @@ def test_every_command_prints_one_json_line(run, graph, tmp_path, capsys):
         ["check", graph, "--megabytes", 1],
         ["pcie", graph, "--megabytes", 16],
     ):
-        capsys.readouterr()
-        assert main([str(word) for word in words]) == 0, words
-        out = capsys.readouterr().out
-        assert out.count("\n") == 1, words
-        assert isinstance(json.loads(out), dict), words
+        assert isinstance(ran(capsys, *words)[0], dict), words
         commands_run.add(words[0])
     assert commands_run == set(COMMANDS)
 
@@ -207,16 +188,11 @@ def test_the_result_of_a_run_has_its_options(run):
 def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path):
     # a module that the command imports, and in which the signal arrives
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
-    done = subprocess.run(
-        [sys.executable, "-m", "gcnzc", "info", "graph"],
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', ROOT)}"},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (1, "")
+    with started("info", "graph", PYTHONPATH=f"{tmp_path}:{ROOT}") as process:
+        out, err = process.communicate()
+    assert (process.returncode, out) == (1, "")
     assert (
-        done.stderr
-        == "error: interrupted\nhint: complete files are kept, and partial ones are removed\n"
+        err == "error: interrupted\nhint: complete files are kept, and partial ones are removed\n"
     )
 
 
@@ -310,10 +286,9 @@ def test_a_damaged_schema_is_reported(run, tmp_path, capsys, damage):
 def test_an_epoch_of_a_single_step_is_reported(graph, tmp_path, capsys):
     words = ["train", str(graph), *SMALL[:-4], "--epochs", "1", "--threads", "1"]
     message = "warning: an epoch is a single step, since the"
-    assert main([*words, "--out", str(tmp_path / "one")]) == 0
-    assert message in capsys.readouterr().err
-    assert main([*words, "--batch-size", "32", "--out", str(tmp_path / "several")]) == 0
-    assert message not in capsys.readouterr().err
+    assert message in ran(capsys, *words, "--out", tmp_path / "one")[1]
+    _, err = ran(capsys, *words, "--batch-size", 32, "--out", tmp_path / "several")
+    assert message not in err
 
 
 def test_a_file_in_the_place_of_a_folder_is_named(run, tmp_path, capsys):

@@ -1,8 +1,6 @@
 """`gcnzc export` writes a program, which the example serves with torch alone."""
 
 import json
-import os
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -11,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command_runs import ran, started
 from limits import HANG_S
 
 import gcnzc
@@ -43,23 +42,16 @@ def trained(graph, *words):
 
 
 def serve(graph, *words, data="g"):
-    return subprocess.Popen(
-        # the script must not find gcnzc
-        [sys.executable, "-I", str(SCRIPT), str(graph / "m.pt2"), str(graph / data), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=dict(os.environ),
-    )
+    # the script must not find gcnzc
+    program = (sys.executable, "-I", str(SCRIPT))
+    return started(graph / "m.pt2", graph / data, *words, program=program)
 
 
 @pytest.mark.parametrize("model", ["gcn", pytest.param("gat", marks=pytest.mark.slow)])
 def test_a_run_is_exported_and_described(model, graph, tmp_path, capsys):
     run = trained(graph, "--model", model)
-    capsys.readouterr()
     out = tmp_path / "m.pt2"
-    assert main(["export", str(run), "--out", str(out)]) == 0
-    line = json.loads(capsys.readouterr().out)
+    line, _ = ran(capsys, "export", run, "--out", out)
     extra = {"gcnzc.json": ""}
     torch.export.load(out, extra_files=extra)
     about = json.loads(extra["gcnzc.json"])
@@ -69,7 +61,7 @@ def test_a_run_is_exported_and_described(model, graph, tmp_path, capsys):
     assert about["largest_difference"] < 1e-4
     # a graph for which the model was not trained leaves the file
     before = out.read_bytes()
-    assert main(["export", str(run), str(tmp_path), "--out", str(out)]) == 1
+    ran(capsys, "export", run, tmp_path, "--out", out, status=1)
     assert out.read_bytes() == before
 
 

@@ -6,12 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+from command_runs import ROOT, started, wait_for
 from limits import HANG_S, NEVER_S
 from training import planted, saved
 
@@ -22,13 +22,8 @@ from gcnzc.train.epoch_stats import seeds_checksum
 from gcnzc.train.errors import SavedRun
 from gcnzc.train.record import Launch
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": "1",
-    # a worker that is stopped is killed soon
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3",
-}
+# a worker that is stopped is killed soon
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
 # on a busy machine, saving takes longer than three seconds
 TIME_TO_SAVE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(NEVER_S)}
 
@@ -39,18 +34,12 @@ def graph(tmp_path_factory):
 
 
 @contextmanager
-def started(graph, run, *words, program=("-m", "gcnzc"), cwd=None, **environment):
+def launched(graph, run, *words, environment=(), **options):
     """The launcher of a run, and none of its processes left at the end."""
-    command = [sys.executable, *program, "train", str(graph), "--out", str(run)]
-    command += ["--fanouts", "5,5", "--hidden", "16", "--batch-size", "30"]
-    with subprocess.Popen(
-        [*command, "--checkpoint-every-s", "0.3", "--timeout-s", "30", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=cwd,
-        env=os.environ | ENVIRONMENT | environment,
-    ) as process:
+    sizes = ["--fanouts", "5,5", "--hidden", "16", "--batch-size", "30"]
+    words = [*sizes, "--checkpoint-every-s", "0.3", "--timeout-s", "30", *words]
+    given = ENVIRONMENT | dict(environment)
+    with started("train", graph, "--out", run, *words, **options, **given) as process:
         try:
             yield process
         finally:
@@ -96,13 +85,6 @@ def listening(processes):
     return found
 
 
-def wait_for(condition):
-    end = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.1)
-
-
 def epochs(run):
     path = run / "record.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0
@@ -112,7 +94,7 @@ def epochs(run):
 def test_a_lost_worker_is_replaced_and_the_result_is_the_same(graph, tmp_path):
     run = tmp_path / "run"
     words = ("--workers", "2", "--epochs", "25")
-    with started(graph, run, *words, "--evaluate-every", "100") as process:
+    with launched(graph, run, *words, "--evaluate-every", "100") as process:
         # before it has imported torch, and anybody knows of it but the kernel
         wait_for(lambda: len(of_this(run)) == 3)
         os.kill(of_this(run)[-1], signal.SIGSTOP)
@@ -145,7 +127,7 @@ def test_a_lost_worker_is_replaced_and_the_result_is_the_same(graph, tmp_path):
 def test_an_interrupted_run_continues_with_fewer_workers(graph, tmp_path):
     run = tmp_path / "run"
     words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")
-    with started(graph, run, *words, **TIME_TO_SAVE) as process:
+    with launched(graph, run, *words, environment=TIME_TO_SAVE) as process:
         wait_for(lambda: epochs(run) >= 1)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=HANG_S)
@@ -157,17 +139,11 @@ def test_an_interrupted_run_continues_with_fewer_workers(graph, tmp_path):
     assert len(re.findall("^error: ", err, re.MULTILINE)) == 1
     state = saved(run)
     assert state["workers"] == 2
-    command = [sys.executable, "-m", "gcnzc", "train", "--resume", str(run), "--workers", "1"]
-    more = subprocess.run(
-        [*command, "--epochs", str(state["epoch"] + 2)],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-    assert more.returncode == 0, more.stderr
-    assert json.loads(more.stdout)["epochs"] == state["epoch"] + 2
+    words = ["--resume", run, "--workers", "1", "--epochs", state["epoch"] + 2]
+    with started("train", *words) as process:
+        out, err = process.communicate(timeout=HANG_S)
+    assert process.returncode == 0, err
+    assert json.loads(out)["epochs"] == state["epoch"] + 2
 
 
 def run_ids(run):
@@ -207,8 +183,8 @@ def test_a_user_error_is_reported_once_and_not_retried(graph, tmp_path):
     other = tmp_path / "checkout" / "gcnzc" / "__init__.py"
     other.parent.mkdir(parents=True)
     other.write_text("raise ImportError('the package in the current folder')\n")
-    here = {"program": (str(command),), "cwd": tmp_path / "checkout"}
-    with started(graph, run, "--workers", "2", **here) as process:
+    here = {"program": (sys.executable, str(command)), "cwd": tmp_path / "checkout"}
+    with launched(graph, run, "--workers", "2", **here) as process:
         out, err = process.communicate(timeout=HANG_S)
         assert not of_this(run)
     assert process.returncode == 1
@@ -221,7 +197,7 @@ def test_a_user_error_is_reported_once_and_not_retried(graph, tmp_path):
 def test_a_launcher_that_dies_takes_its_workers_with_it(graph, tmp_path):
     run = tmp_path / "run"
     words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")
-    with started(graph, run, *words) as process:
+    with launched(graph, run, *words) as process:
         wait_for(lambda: epochs(run) >= 1)
         # the random id of this run, which no other process can guess
         one, other = run_ids(run)

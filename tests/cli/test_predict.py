@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from command_runs import failed, ran
 
 import gcnzc
 from gcnzc.cli import main
@@ -58,20 +59,11 @@ def run(graph):
 
 def line_of(capsys, *words):
     """The JSON line of `gcnzc predict`."""
-    capsys.readouterr()
-    assert main(["predict", *map(str, words)]) == 0
-    out, _ = capsys.readouterr()
-    assert out.count("\n") == 1
-    return json.loads(out)
+    return ran(capsys, "predict", *words)[0]
 
 
 def error_of(capsys, *words, status=1):
-    capsys.readouterr()
-    assert main(["predict", *map(str, words)]) == status
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "\nhint: " in err
-    return err
+    return "\n".join(failed(capsys, ["predict", *words], status))
 
 
 def test_predictions_are_those_of_the_evaluation(graph, run, tmp_path, capsys):
@@ -137,11 +129,10 @@ def test_graphs_and_ids_that_do_not_fit(run, tmp_path, capsys):
     other = write(tmp_path / "other", order=("a", "c", "b"))
     expected = "column of features 1 is 'c', but the model was trained with 'b'"
     assert expected in error_of(capsys, run, other, "--out", out)
-    assert main(["evaluate", str(run), str(other)]) == 1
-    assert expected in capsys.readouterr().err
+    assert expected in failed(capsys, ["evaluate", run, other], 1)[0]
     renamed = write(tmp_path / "renamed", names=np.where(KINDS == "bee", "asp", KINDS))
-    assert main(["evaluate", str(run), str(renamed)]) == 1
-    assert "class 1 is 'asp', but the model was trained with 'bee'" in capsys.readouterr().err
+    error, _ = failed(capsys, ["evaluate", run, renamed], 1)
+    assert "class 1 is 'asp', but the model was trained with 'bee'" in error
     narrow = write(tmp_path / "narrow", order=("a", "b"))
     assert "column of features 2 is 'absent'" in error_of(capsys, run, narrow, "--out", out)
     ids = tmp_path / "ids.csv"

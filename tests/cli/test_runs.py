@@ -3,13 +3,11 @@
 import json
 import shutil
 import statistics
-import subprocess
-import sys
 
 import pytest
+from command_runs import ran, started
 from training import planted
 
-from gcnzc.cli import main
 from gcnzc.train import run as train_run
 from gcnzc.train.errors import Interrupted
 
@@ -20,15 +18,6 @@ OPTIONS += ["--epochs", "2"]
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory):
     return planted(tmp_path_factory, 400, 2000, 8, 3)
-
-
-def train(capsys, *words, status=0):
-    """Train by the command line; return the JSON line, and what went to standard error."""
-    capsys.readouterr()
-    assert main(["train", *map(str, words)]) == status
-    out, err = capsys.readouterr()
-    assert out.count("\n") == (not status)
-    return json.loads(out) if out else None, err
 
 
 def result_of(run):
@@ -49,10 +38,10 @@ def test_several_seeds_are_summarized_and_resumed_as_a_whole(graph, tmp_path, ca
 
     monkeypatch.setattr(train_run, "train", stops_in_the_second)
     words = [graph, *OPTIONS, "--runs", 3, "--seed", 4, "--out", out]
-    _, err = train(capsys, *words, status=1)
+    _, err = ran(capsys, "train", *words, status=1)
     assert f"hint: `gcnzc train --resume {out}` resumes" in err
     assert {path.name for path in out.iterdir()} == {"runs.json", "seed-4", "seed-5"}
-    line, err = train(capsys, "--resume", out)
+    line, err = ran(capsys, "train", "--resume", out)
     # the first run was finished
     assert calls == [4, 5, 5, 6]
     results = [result_of(out / f"seed-{seed}") for seed in (4, 5, 6)]
@@ -65,14 +54,13 @@ def test_several_seeds_are_summarized_and_resumed_as_a_whole(graph, tmp_path, ca
     assert f"test accuracy {statistics.fmean(scores):.4f} ± {statistics.stdev(scores):.4f}" in err
     assert json.loads((out / "summary.json").read_text()) == line
     # the folder of the runs stands for all of them
-    assert main(["plot", str(out), "--out", str(tmp_path / "p.png")]) == 0
-    shown = json.loads(capsys.readouterr().out)["runs"]
+    shown = ran(capsys, "plot", out, "--out", tmp_path / "p.png")[0]["runs"]
     assert shown == [str(out / f"seed-{seed}") for seed in (4, 5, 6)]
     # a single run with the seed gives the same
-    single, _ = train(capsys, graph, *OPTIONS, "--seed", 5, "--out", tmp_path / "single")
+    single, _ = ran(capsys, "train", graph, *OPTIONS, "--seed", 5, "--out", tmp_path / "single")
     assert single["test_accuracy"] == scores[1]
     # more runs and epochs extend what is there
-    line, _ = train(capsys, "--resume", out, "--runs", 4, "--epochs", 3)
+    line, _ = ran(capsys, "train", "--resume", out, "--runs", 4, "--epochs", 3)
     assert [each["epochs"] for each in line["results"]] == [3] * 4
     assert line["seeds"] == [4, 5, 6, 7]
 
@@ -80,8 +68,8 @@ def test_several_seeds_are_summarized_and_resumed_as_a_whole(graph, tmp_path, ca
 def test_folders_and_options_that_do_not_fit_several_runs(graph, tmp_path, capsys):
     out, single = tmp_path / "out", tmp_path / "single"
     words = [graph, *OPTIONS, "--epochs", 1]
-    train(capsys, *words, "--runs", 2, "--out", out)
-    train(capsys, *words, "--out", single)
+    ran(capsys, "train", *words, "--runs", 2, "--out", out)
+    ran(capsys, "train", *words, "--out", single)
     shutil.copytree(graph, tmp_path / "graph")
     shutil.copytree(single, tmp_path / "other" / "seed-1")
     for given, expected in (
@@ -95,7 +83,7 @@ def test_folders_and_options_that_do_not_fit_several_runs(graph, tmp_path, capsy
         (["--resume", out, "--lr", 0.5], "has --lr none, not 0.5"),
         (["--resume", out, "--seed", 1], "has --seed 0, not 1"),
     ):
-        _, err = train(capsys, *given, status=1)
+        _, err = ran(capsys, "train", *given, status=1)
         assert expected in err
         assert "\nhint: " in err
     # deleting a damaged result is the remedy
@@ -103,17 +91,16 @@ def test_folders_and_options_that_do_not_fit_several_runs(graph, tmp_path, capsy
     whole = result.read_text()
     for damaged in ("{}", '{"options": 1}', whole.replace('"seed": 1', '"sed": 1')):
         result.write_text(damaged)
-        _, err = train(capsys, "--resume", out, status=1)
+        _, err = ran(capsys, "train", "--resume", out, status=1)
         assert f"{result} is damaged" in err
         assert "hint: delete it" in err
     result.unlink()
-    line, _ = train(capsys, "--resume", out)
+    line, _ = ran(capsys, "train", "--resume", out)
     assert json.loads(whole)["test_accuracy"] == line["results"][1]["test_accuracy"]
-    assert main(["evaluate", str(out)]) == 1
-    assert f"such as {out}/seed-0" in capsys.readouterr().err
+    assert f"such as {out}/seed-0" in ran(capsys, "evaluate", out, status=1)[1]
     # before the first run
     last = [*words, "--runs", 2, "--seed", 2**63 - 1, "--out", tmp_path / "last"]
-    _, err = train(capsys, *last, status=1)
+    _, err = ran(capsys, "train", *last, status=1)
     assert "--seed must be at most" in err
     assert not (tmp_path / "last").exists()
 
@@ -121,15 +108,10 @@ def test_folders_and_options_that_do_not_fit_several_runs(graph, tmp_path, capsy
 @pytest.mark.slow
 def test_several_seeds_with_workers_print_one_line(graph, tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "gcnzc", "train"]
-    words = [str(graph), *OPTIONS, "--workers", "2", "--runs", "2", "--out", str(out)]
-    done = subprocess.run([*command, *words], capture_output=True, text=True, check=True)
-    line = json.loads(done.stdout)
-    assert (line["runs"], line["workers"]) == (2, 2)
-    (out / "seed-1" / "result.json").unlink()
-    resume = ["--resume", str(out)]
-    done = subprocess.run([*command, *resume], capture_output=True, text=True, check=True)
-    assert (
-        json.loads(done.stdout)["results"][1]["test_accuracy"]
-        == (line["results"][1]["test_accuracy"])
-    )
+    lines = []
+    for words in ([graph, *OPTIONS, "--workers", 2, "--runs", 2, "--out", out], ["--resume", out]):
+        with started("train", *words) as process:
+            lines.append(json.loads(process.communicate()[0]))
+        (out / "seed-1" / "result.json").unlink()
+    assert (lines[0]["runs"], lines[0]["workers"]) == (2, 2)
+    assert len({line["results"][1]["test_accuracy"] for line in lines}) == 1

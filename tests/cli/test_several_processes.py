@@ -4,14 +4,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command_runs import failed, started, wait_for
 from limits import HANG_S
 from stopped import STOPS, wait_for_state
 from training import saved
@@ -20,7 +18,6 @@ from gcnzc import prepare
 from gcnzc.cli import main
 from gcnzc.datasets.generate import Shape, make
 
-ROOT = Path(__file__).parents[2]
 OPTIONS = ["--fanouts", "3,3", "--hidden", "4", "--batch-size", "100"]
 OPTIONS += ["--threads", "1"]
 # until a signal ends it; nothing is evaluated
@@ -36,57 +33,22 @@ def graph(tmp_path_factory):
     return folder / "graph"
 
 
-@contextmanager
-def started(*words, program=(sys.executable, "-m", "gcnzc"), cwd=None):
-    """A command in a process of its own, which has ended at the end."""
-    with subprocess.Popen(
-        [*program, *map(str, words)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def wait_for(condition, process):
-    end = time.monotonic() + HANG_S
-    while not condition():
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.01)
-
-
-def error_of(capsys, *words):
-    """What a command prints that fails."""
-    capsys.readouterr()
-    assert main([str(word) for word in words]) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("error: ") == err.count("hint: ") == 1
-    return err
-
-
 @pytest.mark.processes
 def test_a_run_in_progress_is_left_alone_until_its_process_ends(graph, tmp_path, capsys):
     run = tmp_path / "run"
     with started("train", graph, *ENDLESS, "--out", run) as process:
         wait_for((run / "record.jsonl").exists, process)
-        refusal = f"error: another process (pid {process.pid}) is training in {run}\n"
+        refusal = f"error: another process (pid {process.pid}) is training in {run}"
         for words in (
             ["train", graph, *OPTIONS, "--out", run],
             ["train", graph, *OPTIONS, "--out", run, "--runs", "2"],
             ["train", "--resume", run],
         ):
-            assert refusal in error_of(capsys, *words)
+            assert failed(capsys, words, 1)[0] == refusal
         for words in (["evaluate", run], ["predict", run, "--out", tmp_path / "p.csv"]):
-            err = error_of(capsys, *words)
-            assert f"error: the run in {run} has no evaluated model yet" in err
-            assert "hint: wait for its first evaluation" in err
+            error, hint = failed(capsys, words, 1)
+            assert error.startswith(f"error: the run in {run} has no evaluated model yet")
+            assert hint.startswith("hint: wait for its first evaluation")
         # the kernel releases the lock of a process that is killed
         process.kill()
         process.wait()
@@ -97,7 +59,7 @@ def test_a_run_in_progress_is_left_alone_until_its_process_ends(graph, tmp_path,
 def test_a_run_that_does_not_begin_leaves_no_folder(graph, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words in ([], ["--runs", "2"]):
-        error_of(capsys, "train", graph, *OPTIONS, "--hidden", 10**13, *words)
+        failed(capsys, ["train", graph, *OPTIONS, "--hidden", 10**13, *words], 1)
         # what --runs has written can be resumed
         left = [str(path) for path in Path().rglob("*") if path.is_file()]
         assert left == (["runs/graph-sage-1/runs.json"] if words else [])
@@ -110,11 +72,11 @@ def test_a_second_process_does_not_prepare_the_same_folder(graph, tmp_path, caps
     with started("prepare", raw, dest, program=STOPS) as process:
         wait_for_state(process)
         assert not dest.exists()
-        err = error_of(capsys, "prepare", raw, dest)
+        error, _ = failed(capsys, ["prepare", raw, dest], 1)
         process.send_signal(signal.SIGCONT)
         _, of_first = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, of_first
-    assert f"error: another process (pid {process.pid}) is writing {dest}\n" in err
+    assert error == f"error: another process (pid {process.pid}) is writing {dest}"
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
     assert main(["info", str(dest), "--verify"]) == 0
 
@@ -132,7 +94,7 @@ def test_a_file_that_is_truncated_while_it_is_read_is_named(graph, tmp_path, cap
     assert out == ""
     wrong = f"error: {data / 'features.npy'} was truncated while it was in use, or its disk failed"
     assert f"{wrong}\nhint: restore the file" in err
-    assert "features.npy has 4,096 bytes" in error_of(capsys, "train", "--resume", run)
+    assert "features.npy has 4,096 bytes" in failed(capsys, ["train", "--resume", run], 1)[0]
     shutil.copyfile(graph / "features.npy", data / "features.npy")
     assert main(["train", "--resume", str(run), "--epochs", "1"]) == 0
 
@@ -152,7 +114,7 @@ def test_a_run_does_not_resume_on_another_graph_in_the_folder_of_its_graph(graph
         source = graph.parent / "raw" if features else tmp_path / "raw"
         np.save(tmp_path / "other.npy", np.ones((1000, 16), np.float32))
         assert main(["prepare", str(source), str(data), *map(str, features)]) == 0
-        err = error_of(capsys, "train", "--resume", run, "--epochs", "2")
+        err, _ = failed(capsys, ["train", "--resume", run, "--epochs", "2"], 1)
         assert f"error: {data} is not the graph that the run in {run} was trained on: " in err
         assert f"trained on: {differing}" in err
     assert before == {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}

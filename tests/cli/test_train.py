@@ -5,9 +5,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from command_runs import ran
 from training import planted
 
-from gcnzc.cli import main
 from gcnzc.cli.parser import parse
 from gcnzc.train import run as train_run
 from gcnzc.train.errors import Interrupted
@@ -21,20 +21,15 @@ def graph(tmp_path_factory) -> Path:
     return planted(tmp_path_factory, 400, 2000, 8, 3)
 
 
-def train(capsys, words, status=0):
-    """Train by the command line; return the result, the progress lines, and the record."""
-    assert main(["train", *map(str, words)]) == status
-    out, err = capsys.readouterr()
-    return json.loads(out) if out else None, err
-
-
 def record_of(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
 
 
 def test_the_summary_of_a_run_with_a_feature_cache_has_its_hit_rates(graph, tmp_path, capsys):
     cache = ["--features", "cached:size=0.5"]
-    result, err = train(capsys, [graph, *OPTIONS, "--epochs", 1, *cache, "--out", tmp_path / "run"])
+    result, err = ran(
+        capsys, "train", graph, *OPTIONS, "--epochs", 1, *cache, "--out", tmp_path / "run"
+    )
     (line,) = [line for line in err.splitlines() if "feature cache" in line and "hit" in line]
     assert f"{result['hit_rate']:.1%}" in line
     assert f"{result['predicted_hit_rate']:.1%} predicted" in line
@@ -70,22 +65,22 @@ def stopped_run(graph, run, text):
 
 def test_a_resumed_run_that_ends_between_two_evaluations_is_evaluated(graph, tmp_path, capsys):
     options = [graph, *OPTIONS, "--epochs", 2, "--evaluate-every", 5]
-    expected, _ = train(capsys, [*options, "--out", tmp_path / "whole"])
+    expected, _ = ran(capsys, "train", *options, "--out", tmp_path / "whole")
     run = stopped_run(graph, tmp_path / "stopped", "epoch 2/9  loss")
-    result, _ = train(capsys, ["--resume", run, "--epochs", 2])
+    result, _ = ran(capsys, "train", "--resume", run, "--epochs", 2)
     assert result["test_accuracy"] == expected["test_accuracy"]
     assert result["best_epoch"] == 2
     lines = record_of(run)
     assert [line["epoch"] for line in lines] == [0, 1]
     assert lines[1]["valid_accuracy"] == record_of(tmp_path / "whole")[1]["valid_accuracy"]
     # the run can still be resumed with more epochs
-    assert train(capsys, ["--resume", run, "--epochs", 3])[0]["epochs"] == 3
+    assert ran(capsys, "train", "--resume", run, "--epochs", 3)[0]["epochs"] == 3
     assert "valid_accuracy" in record_of(run)[2]
 
 
 def test_a_run_without_an_evaluation_cannot_end_before_its_current_epoch(graph, tmp_path, capsys):
     run = stopped_run(graph, tmp_path / "run", "epoch 3/9")
-    _, err = train(capsys, ["--resume", run, "--epochs", 2], 1)
+    _, err = ran(capsys, "train", "--resume", run, "--epochs", 2, status=1)
     assert "was stopped in epoch 3, before its first evaluation" in err
     assert "hint: --epochs 3, or more" in err
-    assert train(capsys, ["--resume", run, "--epochs", 3])[0]["epochs"] == 3
+    assert ran(capsys, "train", "--resume", run, "--epochs", 3)[0]["epochs"] == 3

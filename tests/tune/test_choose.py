@@ -229,12 +229,14 @@ def test_settings_are_measured_in_turns_and_the_warm_up_is_not_counted():
         return float(len(order))
 
     done = []
-    taken = search.interleave("ab", seconds, 2, advance=done.append)
+    taken = search.interleave("ab", seconds, 2, advance=lambda *counts: done.append(counts))
     assert order == list("ababab")
     assert taken == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
-    assert done == [1, 2, 3, 4, 5, 6]
+    assert done == [(count, 6) for count in range(1, 7)]
     order.clear()
-    taken = search.interleave("abc", seconds, lambda: 20, shuffler=random.Random(0))
+    assert len(search.interleave("a", seconds, 9, least=3, limit_s=0)["a"]) == 3
+    order.clear()
+    taken = search.interleave("abc", seconds, 20, shuffler=random.Random(0))
     assert [sorted(order[i : i + 3]) for i in range(0, 63, 3)] == [list("abc")] * 21
     assert len({tuple(order[i : i + 3]) for i in range(0, 63, 3)}) > 1
     assert {len(values) for values in taken.values()} == {20}

@@ -216,8 +216,9 @@ def _rates(num_bytes: int, advance: ProgressCallback) -> dict[str, float]:
         functions[name]()
         return time.perf_counter() - begin
 
-    total = len(functions) * (ROUNDS + 1)
-    taken = interleave(functions, seconds, ROUNDS, advance=lambda done: advance(done, total, ""))
+    taken = interleave(
+        functions, seconds, ROUNDS, advance=lambda done, total: advance(done, total, "")
+    )
     return {name: out.nbytes / median_s for name, median_s in medians(taken).items()}
 
 
