@@ -89,7 +89,7 @@ def wait_for(
     while not condition():
         assert process is None or process.poll() is None, process.communicate()[1]
         assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 def failed(capsys: Any, words: list[object], status: int) -> tuple[str, str]:

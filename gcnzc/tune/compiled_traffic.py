@@ -7,7 +7,6 @@ rows with the dtype, stride and alignment of a table. No GPU is needed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd
 
@@ -15,10 +14,10 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.pcie_traffic import HEADER_BYTES, SIZES, Traffic, table_traffic
+from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.gather import gather_reference
 from gcnzc.kernels.gather.gpu import gather_rows
 from gcnzc.kernels.gather.lanes import LINE_BYTES, Layout
-from gcnzc.testing.counters import AccessCounters
 from gcnzc.testing.executor import Executor
 from gcnzc.testing.triton_driver import execute_on_cpu
 from gcnzc.tune.pcie_bench import Figures, Shape, traffic_figures
@@ -35,21 +34,11 @@ SAMPLE_BYTES = 1 << 22
 MAX_INSTRUCTIONS = 10**9
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Rows at the addresses of a table's rows within a line, and the ids of those to gather."""
+def sample_rows(shape: Shape) -> tuple[FeatureTable, Tensor]:
+    """Return rows at the addresses of a table's rows within a line, and ids of some of them.
 
-    rows: Tensor  # (N, D)
-    ids: Tensor  # (B,) of rows that share no line
-    scales: Tensor | None
-    scale_columns: int | None
-
-
-def sample_rows(shape: Shape) -> Sample:
-    """Return a sample of the rows of a table.
-
-    The sample has rows at every offset within a line that occurs in the table, equally often,
-    unless `SAMPLE_BYTES` limits it to fewer rows.
+    The (B,) ids are of rows that share no line. The sample has rows at every offset within a line
+    that occurs in the table, equally often, unless `SAMPLE_BYTES` limits it to fewer rows.
     """
     stride_bytes, base = shape.stride_bytes, shape.base
     period = LINE_BYTES // gcd(stride_bytes, LINE_BYTES)
@@ -69,16 +58,22 @@ def sample_rows(shape: Shape) -> Sample:
         count = num_rows if per is None else -(-shape.num_columns // per)
         scales = torch.rand(count, generator=generator)
     ids = torch.randperm(num_ids, generator=generator) * step
-    return Sample(rows, ids, scales, shape.scale_columns)
+    return FeatureTable(rows, scales, shape.scale_columns), ids
 
 
 def count_requests(
-    sample: Sample, arch: int, split_bytes: int | None = None, *, layout: Layout | None = None
+    table: FeatureTable,
+    ids: Tensor,
+    arch: int,
+    split_bytes: int | None = None,
+    *,
+    layout: Layout | None = None,
 ) -> Traffic:
     """Return the traffic of a row, averaged over a sample, by executing the compiled kernel.
 
     Args:
-        sample: the rows to gather.
+        table: a sample of rows.
+        ids: of the rows to gather.
         arch: compute capability of a GPU, such as 90 for sm_90.
         split_bytes: 64 or 128, see `gcnzc.features.pcie_traffic`.
         layout: see `gcnzc.kernels.gather.gpu.gather_rows`.
@@ -88,35 +83,25 @@ def count_requests(
             gathered rows are wrong.
         Fault: the compiled kernel has an undefined result, see `gcnzc.testing.Executor.launch`.
     """
-    executor = Executor(max_instructions=MAX_INSTRUCTIONS)
+    executor, row_bytes = Executor(max_instructions=MAX_INSTRUCTIONS), table.row_bytes
+    scales, scale_columns = table.scales, table.scale_columns
     with execute_on_cpu(arch, executor=executor):
         found = gather_rows(
-            sample.rows,
-            sample.ids,
-            layout=layout,
-            scales=sample.scales,
-            scale_columns=sample.scale_columns,
+            table.rows, ids, layout=layout, scales=scales, scale_columns=scale_columns
         )
-    expected = gather_reference(sample.rows, sample.ids, sample.scales, sample.scale_columns)
+    expected = gather_reference(table.rows, ids, scales, scale_columns)
     if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
         raise RuntimeError(
             f"the gather kernel that is compiled for sm_{arch} returned wrong rows of "
-            f"{sample.rows.dtype} and shape {tuple(sample.rows.shape)}\n\n"
+            f"{table.rows.dtype} and shape {tuple(table.rows.shape)}\n\n"
             "hint: report this with the version of Triton, "
             "https://github.com/triton-lang/triton/releases lists others"
         )
-    row_bytes = sample.rows.shape[1] * sample.rows.element_size()
-    return _traffic(executor.counters["load", "table"], len(sample.ids), row_bytes, split_bytes)
-
-
-def _traffic(
-    counters: AccessCounters, num_rows: int, row_bytes: int, split_bytes: int | None
-) -> Traffic:
-    """Return counted requests as the traffic of a row."""
-    requests = {size: Fraction(counters.requests[size], num_rows) for size in SIZES}
+    counters = executor.counters["load", "table"]
+    requests = {size: Fraction(counters.requests[size], len(ids)) for size in SIZES}
     read_bytes = sum(size * count for size, count in requests.items())
     packets = counters.half_lines if split_bytes == 64 else counters.requests.total()
-    return Traffic(row_bytes, requests, read_bytes + Fraction(packets * HEADER_BYTES, num_rows))
+    return Traffic(row_bytes, requests, read_bytes + Fraction(packets * HEADER_BYTES, len(ids)))
 
 
 def compare(
@@ -141,10 +126,10 @@ def compare(
     Raises:
         RuntimeError, Fault: see `count_requests`.
     """
-    sample = sample_rows(shape)
-    model = table_traffic(sample.rows, sample.ids, layout=layout, split_bytes=split_bytes)
-    found: Figures = {"sampled_rows": len(sample.ids), "model": traffic_figures(model)}
+    table, ids = sample_rows(shape)
+    model = table_traffic(table, ids, layout=layout, split_bytes=split_bytes)
+    found: Figures = {"sampled_rows": len(ids), "model": traffic_figures(model)}
     for arch in archs:
-        counted = count_requests(sample, arch, split_bytes, layout=layout)
+        counted = count_requests(table, ids, arch, split_bytes, layout=layout)
         found[f"sm_{arch}"] = {**traffic_figures(counted), "equals_model": counted == model}
     return found

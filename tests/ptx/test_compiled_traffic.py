@@ -67,7 +67,7 @@ def test_wide_rows_are_sampled_less(monkeypatch):
 
 def test_other_requests_than_predicted_are_reported(monkeypatch):
     shape = Shape("x", 1000, 100, "float32", 400)
-    sample = sample_rows(shape)
+    table, ids = sample_rows(shape)
     # each row is read twice
     monkeypatch.setattr(
         compiled_traffic,
@@ -77,8 +77,8 @@ def test_other_requests_than_predicted_are_reported(monkeypatch):
             gpu.gather_rows(rows, ids, **options),
         )[0],
     )
-    model = table_traffic(sample.rows, sample.ids)
-    counted = count_requests(sample, 90)
+    model = table_traffic(table, ids)
+    counted = count_requests(table, ids, 90)
     assert counted.requests_per_row == 2 * model.requests_per_row
     assert not compare(shape, [90])["sm_90"]["equals_model"]
 
@@ -89,6 +89,6 @@ def test_wrong_rows_are_rejected(monkeypatch):
         "gather_rows",
         lambda rows, ids, **options: torch.zeros_like(gpu.gather_rows(rows, ids, **options)),
     )
-    sample = sample_rows(Shape("x", 1000, 100, "float32", 400))
+    table, ids = sample_rows(Shape("x", 1000, 100, "float32", 400))
     with pytest.raises(RuntimeError, match=r"(?s)compiled for sm_80 returned wrong rows.*hint: "):
-        count_requests(sample, 80)
+        count_requests(table, ids, 80)

@@ -104,30 +104,19 @@ def cores(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: CORES)
 
 
+def rates(**gb_per_s):
+    return {f"{name}_bytes_per_s": 1e9 * value for name, value in gb_per_s.items()}
+
+
 DEVICES = {
     "bandwidth bound": {},
-    "latency bound": {"latency_s": 2e-5, "read_bytes_per_s": 50e9},
-    "hopelessly latency bound": {"latency_s": 1e-3, "read_bytes_per_s": 50e9},
-    "copies faster than reads": {
-        "read_bytes_per_s": 35e9,
-        "copy_bytes_per_s": 55e9,
-        "both_bytes_per_s": 55e9,
-        "host_bytes_per_s": 15e9,
-    },
-    "two engines add up": {
-        "read_bytes_per_s": 20e9,
-        "copy_bytes_per_s": 20e9,
-        "both_bytes_per_s": 40e9,
-        "host_bytes_per_s": 20e9,
-    },
-    "a slow CPU": {
-        "read_bytes_per_s": 20e9,
-        "both_bytes_per_s": 50e9,
-        "copy_bytes_per_s": 50e9,
-        "host_bytes_per_s": 0.4e9,
-    },
-    "bound by sampling": {"sample_s": 0.1, "both_bytes_per_s": 50e9, "copy_bytes_per_s": 50e9},
-    "noisy": {"noise": 0.05, "both_bytes_per_s": 50e9},
+    "latency bound": {"latency_s": 2e-5, **rates(read=50)},
+    "hopelessly latency bound": {"latency_s": 1e-3, **rates(read=50)},
+    "copies faster than reads": rates(read=35, copy=55, both=55, host=15),
+    "two engines add up": rates(read=20, copy=20, both=40, host=20),
+    "a slow CPU": rates(read=20, copy=50, both=50, host=0.4),
+    "bound by sampling": {"sample_s": 0.1, **rates(copy=50, both=50)},
+    "noisy": {"noise": 0.05, **rates(both=50)},
 }
 
 
@@ -252,13 +241,9 @@ def test_without_a_gpu_its_settings_are_default():
         assert choice.why.startswith("not measured: no GPU")
 
 
-def known(num_rows=2000):
-    mine = case(num_rows=num_rows)
-    return mine, presample(mine.graph, mine.seeds, mine.fanouts, mine.batch_size)
-
-
 def test_memory_limits_the_number_of_cached_rows():
-    mine, counted = known()
+    mine = case()
+    counted = presample(mine.graph, mine.seeds, mine.fanouts, mine.batch_size)
     for num_cached in (1, 700, 2000):
         for more in (0, 511):
             room = CacheMemory(cache_bytes(mine.table, num_cached) + more, "so much")
@@ -269,9 +254,8 @@ def test_memory_limits_the_number_of_cached_rows():
             assert choice.figures["chosen_hit_rate"] == counted.hit_rates([num_cached])[0]
             assert choice.figures["chosen_memory_bytes"] <= room.memory_bytes
     assert "all rows fit" in choice.why
-    short = choose.choose_cache_size(
-        mine, CacheMemory(cache_bytes(mine.table, 1) - 1, "too little"), quiet
-    )
+    little = CacheMemory(cache_bytes(mine.table, 1) - 1, "too little")
+    short = choose.choose_cache_size(mine, little, quiet)
     assert short.basis == "default"
     assert "no row fits" in short.why
 
@@ -297,10 +281,8 @@ def loaders(monkeypatch):
 def test_a_profile_of_this_machine_is_measured(loaders):
     told = []
     found = choose.tune(case(), 10**6, lambda *what: told.append(what))
-    basis = {name: choice.basis for name, choice in found.choices.items()}
-    assert basis["threads"] == basis["ahead"] == "measured"
-    assert found.rows == 2000
-    assert found.data == "some"
+    assert {found.choices[name].basis for name in ("threads", "ahead")} == {"measured"}
+    assert (found.rows, found.data) == (2000, "some")
     assert {what for what, _, _ in told} >= {"threads", "ahead", "cache"}
     assert all(0 < done <= total for _, done, total in told)
     batch_s = found.choices["threads"].figures["batch_s"]

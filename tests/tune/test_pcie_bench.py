@@ -1,5 +1,6 @@
 """PCIe reports: predicted traffic of tables, and measurements on a real or simulated GPU."""
 
+import functools
 import json
 import sys
 from types import SimpleNamespace
@@ -21,14 +22,8 @@ from gcnzc.system.page_lock import PageLocks
 from gcnzc.tune import pcie_bench
 from gcnzc.tune.pcie_bench import Shape
 
-UNTOLD = {
-    "pcie_generation": None,
-    "pcie_lanes": None,
-    "pcie_bytes_per_s": None,
-    "pcie_received_bytes_per_s": None,
-    "pcie_sent_bytes_per_s": None,
-    "pcie_replays": None,
-}
+ALL = "generation lanes bytes_per_s received_bytes_per_s sent_bytes_per_s replays"
+UNTOLD = {f"pcie_{name}": None for name in ALL.split()}
 REDDIT = Shape("reddit", 232_965, 602, "float32", 2408)
 
 
@@ -135,24 +130,22 @@ def test_the_gather_of_a_table_is_measured(machine):
     assert found["table"]["share_of_link"] == pytest.approx(0.4 / found["table"]["efficiency"])
 
 
-def test_wrong_rows_are_reported(machine, monkeypatch):
+@pytest.mark.parametrize(
+    ("num_bytes", "error", "message"),
+    [
+        (1 << 16, RuntimeError, "(?s)a gather of rows of 2408.*hint: "),
+        (1024, ValueError, "(?s)1024 bytes of memory.*hint: increase --megabytes"),
+    ],
+)
+def test_wrong_rows_and_too_little_memory_are_reported(
+    num_bytes, error, message, machine, monkeypatch
+):
     def wrong(table, ids, out):
         out.copy_(table[ids])
         out[3, 7] += 1
 
     monkeypatch.setattr(pcie_bench, "gather_rows", wrong)
-    with (
-        pcie_bench._page_locked(1 << 16) as memory,
-        pytest.raises(RuntimeError, match=r"(?s)a gather of rows of 2408.*hint: "),
-    ):
-        pcie_bench.measure_gather(machine.gpu, memory, REDDIT)
-
-
-def test_memory_too_small_for_a_row_is_rejected(machine):
-    with (
-        pcie_bench._page_locked(1024) as memory,
-        pytest.raises(ValueError, match=r"(?s)1024 bytes of memory.*hint: increase --megabytes"),
-    ):
+    with pcie_bench._page_locked(num_bytes) as memory, pytest.raises(error, match=message):
         pcie_bench.measure_gather(machine.gpu, memory, REDDIT)
 
 
@@ -164,15 +157,15 @@ def test_without_a_table_only_the_bus_is_measured(machine):
 
 
 @pytest.mark.triton
-def test_a_report_runs_the_real_kernels(device):
+def test_a_report_runs_the_real_kernels(device, monkeypatch):
     """On a GPU, or under Triton's interpreter."""
     where = pcie_bench.Gpu(device, a_millisecond, lambda busy: UNTOLD)
     shape = Shape("x", 100, 101, "float32", 404, 4)
-    with pytest.MonkeyPatch.context() as patch:
-        # an interpreter takes milliseconds for what a GPU does in nothing
-        patch.setattr(pcie_bench, "PROGRAMS", (1,))
-        patch.setattr(pcie_bench, "measure_rates", lambda ways, seconds: once(ways, seconds))
-        found = pcie_bench.report(shape, where, num_bytes=1 << 14)
+    # an interpreter takes milliseconds for what a GPU does in nothing
+    monkeypatch.setattr(pcie_bench, "PROGRAMS", (1,))
+    once = functools.partial(pcie_bench.measure_rates, rounds=1)
+    monkeypatch.setattr(pcie_bench, "measure_rates", once)
+    found = pcie_bench.report(shape, where, num_bytes=1 << 14)
     assert found["link"]["dense_bytes_per_s"] > 0
     assert found["table"]["share_of_dense"] > 0
 
@@ -180,10 +173,6 @@ def test_a_report_runs_the_real_kernels(device):
 def a_millisecond(work):
     work()
     return 1e-3
-
-
-def once(ways, seconds):
-    return {name: num_bytes / seconds(work) for name, (num_bytes, work) in ways.items()}
 
 
 @pytest.mark.gpu
@@ -201,12 +190,6 @@ def test_the_peak_read_rate_is_measured(machine, monkeypatch):
     assert pcie_bench.peak_read_rate(torch.device("cpu")) is None
     monkeypatch.setattr(pcie_bench, "_cuda", lambda device: machine.gpu)
     assert pcie_bench.peak_read_rate(torch.device("cuda")) == pytest.approx(1e9)
-
-    def refuse(num_bytes):
-        raise RuntimeError(f"CUDA failed to lock {num_bytes} bytes")
-
-    monkeypatch.setattr(pcie_bench, "_page_locked", refuse)
-    assert pcie_bench.peak_read_rate(torch.device("cuda")) is None
 
 
 def test_there_is_no_peak_read_rate_if_the_gpu_cannot_read_host_memory(machine, monkeypatch):
@@ -308,22 +291,20 @@ def test_values_of_nvml_are_read(uuid, monkeypatch):
 @pytest.mark.parametrize(
     ("broken", "lost"),
     [
-        ("nvmlInit", set(UNTOLD)),
-        ("nvmlDeviceGetHandleByUUID", set(UNTOLD)),
-        ("nvmlDeviceGetCurrPcieLinkGeneration", {"pcie_generation", "pcie_bytes_per_s"}),
-        ("nvmlDeviceGetCurrPcieLinkWidth", {"pcie_lanes", "pcie_bytes_per_s"}),
-        (
-            "nvmlDeviceGetPcieThroughput",
-            {"pcie_received_bytes_per_s", "pcie_sent_bytes_per_s"},
-        ),
-        ("nvmlDeviceGetPcieReplayCounter", {"pcie_replays"}),
-        ("nvmlShutdown", set()),
+        ("nvmlInit", ALL),
+        ("nvmlDeviceGetHandleByUUID", ALL),
+        ("nvmlDeviceGetCurrPcieLinkGeneration", "generation bytes_per_s"),
+        ("nvmlDeviceGetCurrPcieLinkWidth", "lanes bytes_per_s"),
+        ("nvmlDeviceGetPcieThroughput", "received_bytes_per_s sent_bytes_per_s"),
+        ("nvmlDeviceGetPcieReplayCounter", "replays"),
+        ("nvmlShutdown", ""),
     ],
 )
 def test_missing_values_of_nvml_are_none(broken, lost, uuid, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", library(**{broken: True}))
     found = nvml.pcie(torch.device("cuda"), lambda: None)
-    assert {name for name, value in found.items() if value is None} == lost
+    missing = {name for name, value in found.items() if value is None}
+    assert missing == {f"pcie_{name}" for name in lost.split()}
 
 
 def test_a_missing_nvml_gives_none(monkeypatch):

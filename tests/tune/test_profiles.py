@@ -98,24 +98,19 @@ def test_rows_of_another_shape_have_another_profile(other):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("name", "owner", "attribute", "value"),
     [
-        ("torch", lambda patch: patch.setattr(torch, "__version__", "9.9")),
-        ("gcnzc", lambda patch: patch.setattr(profiles, "VERSION", "9.9")),
-        ("kernels", lambda patch: patch.setattr(profiles, "_kernels", lambda: "0")),
-        ("triton", lambda patch: patch.setattr(profiles.triton, "__version__", "9.9")),
-        (
-            "name",
-            lambda patch: patch.setattr(profiles.system_machine, "cpu_name", lambda: "another"),
-        ),
-        ("cores", lambda patch: patch.setattr(os, "cpu_count", lambda: 77)),
+        ("torch", torch, "__version__", "9.9"),
+        ("gcnzc", profiles, "VERSION", "9.9"),
+        ("kernels", profiles, "_kernels", lambda: "0"),
+        ("triton", profiles.triton, "__version__", "9.9"),
+        ("name", profiles.system_machine, "cpu_name", lambda: "another"),
+        ("cores", os, "cpu_count", lambda: 77),
     ],
-    ids=lambda change: change[0],
 )
-def test_another_machine_or_version_has_another_profile(change, monkeypatch):
+def test_another_machine_or_version_has_another_profile(name, owner, attribute, value, monkeypatch):
     profiles.save(made())
-    name, apply = change
-    apply(monkeypatch)
+    monkeypatch.setattr(owner, attribute, value)
     assert name in json.dumps(profiles.make_key(CPU, aligned()))
     assert profiles.find(CPU, aligned()) is None
     assert profiles.find_for_device(CPU) == []
