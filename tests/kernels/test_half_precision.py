@@ -12,16 +12,15 @@ from gcnzc.kernels.half_precision import as_array, kind_of, narrowed, widened
 ALL_BITS = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
 
 
-@njit
-def widen_all(elements, out):
-    for i in range(len(elements)):
-        out[i] = widened(elements[i])
+def for_all(function):
+    """Compile a loop over elements."""
 
+    @njit
+    def run(given, out, *kind):
+        for i in range(len(given)):
+            out[i] = function(given[i], *kind)
 
-@njit
-def narrow_all(values, out, kind):
-    for i in range(len(values)):
-        out[i] = narrowed(values[i], kind)
+    return run
 
 
 def _widened_by_integers(_typing, element):
@@ -32,31 +31,13 @@ def _widened_by_integers(_typing, element):
     return types.float32(element), codegen
 
 
-def _narrowed_by_integers(_typing, value):
+def _narrowed_by_integers(_typing, value, kind):
     def codegen(_context, builder, _signature, args):
         bits = builder.bitcast(args[0], half_precision.BITS32)
         found = half_precision.narrow_by_integers(builder, bits)
         return builder.trunc(found, ir.IntType(16))
 
-    return types.int16(value), codegen
-
-
-widened_by_integers, narrowed_by_integers = (
-    intrinsic(_widened_by_integers),
-    intrinsic(_narrowed_by_integers),
-)
-
-
-@njit
-def widen_all_by_integers(elements, out):
-    for i in range(len(elements)):
-        out[i] = widened_by_integers(elements[i])
-
-
-@njit
-def narrow_all_by_integers(values, out, _kind):
-    for i in range(len(values)):
-        out[i] = narrowed_by_integers(values[i])
+    return types.int16(value, kind), codegen
 
 
 def float32_values():
@@ -83,18 +64,18 @@ def assert_same(found, expected):
 @pytest.mark.parametrize(
     ("dtype", "widen", "narrow"),
     [
-        (torch.bfloat16, widen_all, narrow_all),
-        (torch.float16, widen_all, narrow_all),
+        (torch.bfloat16, widened, narrowed),
+        (torch.float16, widened, narrowed),
         # for processors without instructions for float16
-        (torch.float16, widen_all_by_integers, narrow_all_by_integers),
+        (torch.float16, intrinsic(_widened_by_integers), intrinsic(_narrowed_by_integers)),
     ],
 )
 def test_all_elements_are_widened_and_float32_is_rounded_as_by_torch(dtype, widen, narrow):
     elements = ALL_BITS.view(dtype)
     found = torch.empty(len(elements))
-    widen(as_array(elements), found.numpy())
+    for_all(widen)(as_array(elements), found.numpy())
     assert_same(found, elements.float())
     values = float32_values()
     rounded = torch.empty(len(values), dtype=dtype)
-    narrow(values.numpy(), as_array(rounded), kind_of(dtype))
+    for_all(narrow)(values.numpy(), as_array(rounded), kind_of(dtype))
     assert_same(rounded, values.to(dtype))

@@ -40,16 +40,6 @@ def _words(out, counters, seed, num: tl.constexpr):
     tl.store(out + 3 * num + i, w3)
 
 
-@triton.jit
-def _randint4x(out, seed, num: tl.constexpr):
-    i = tl.arange(0, num)
-    w0, w1, w2, w3 = tl.randint4x(seed, i)
-    tl.store(out + i, w0)
-    tl.store(out + num + i, w1)
-    tl.store(out + 2 * num + i, w2)
-    tl.store(out + 3 * num + i, w3)
-
-
 @pytest.mark.parametrize(("counter", "key", "words"), PUBLISHED)
 def test_random_words_equal_the_published_ones(counter, key, words):
     assert tuple(int(word) for word in philox4x32_reference(*counter, *key)) == words
@@ -76,21 +66,10 @@ def test_equals_triton(seed, device):
     assert np.array_equal(out.cpu().numpy().view(np.uint32), expected)
 
 
-@pytest.mark.triton
-def test_equals_tritons_randint(device):
-    out = torch.empty((4, 64), dtype=torch.int32, device=device)
-    _randint4x[(1,)](out, 12345, 64)
-    expected = np.stack(philox4x32_reference(np.arange(64), 0, 0, 0, *split_key(12345)))
-    assert np.array_equal(out.cpu().numpy().view(np.uint32), expected)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_key_is_the_halves_of_the_seed(seed):
-    low, high = split_key(seed)
-    assert low + 2**32 * high == seed % 2**64
-
-
-@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
-def test_a_seed_of_more_than_64_bits_is_rejected(seed):
-    with pytest.raises(ValueError, match="64 bits"):
-        split_key(seed)
+def test_the_key_is_the_halves_of_a_seed_of_64_bits():
+    for seed in SEEDS:
+        low, high = split_key(seed)
+        assert low + 2**32 * high == seed % 2**64
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(ValueError, match="64 bits"):
+            split_key(seed)

@@ -108,25 +108,17 @@ print(json.dumps(counts))
 pytestmark = pytest.mark.compiled
 
 
-@pytest.fixture(scope="module")
-def counts():
+def test_no_kernel_is_compiled_after_the_first_step():
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if torch.cuda.is_available() or version < (3, 3):
         pytest.skip("this counts with parts of Triton 3.3 and later, on a machine without a GPU")
     # ids are looked at by a kernel, which does not run here
     without = {"TRITON_INTERPRET": None, "GCNZC_CHECK_IDS": None}
-    return json.loads(output_of("-W", "ignore", "-c", PROGRAM, **without))
-
-
-def test_no_kernel_is_compiled_after_the_first_step(counts):
+    counts = json.loads(output_of("-W", "ignore", "-c", PROGRAM, **without))
     assert len(counts["first"]) == 9, "every kernel of a step was compiled"
     assert counts["all"] == counts["first"]
     assert counts["runs"] > 6 * len(counts["first"])
-
-
-def test_a_gather_is_compiled_once_for_any_table_address(counts):
-    assert (counts["columns 101"], counts["columns 602"]) == (0, 1)
-
-
-def test_loader_threads_compile_a_kernel_once(counts):
+    # of threads that compile at once
     assert counts["together"] == 1
+    # for any address of the table
+    assert (counts["columns 101"], counts["columns 602"]) == (0, 1)

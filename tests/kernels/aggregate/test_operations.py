@@ -10,12 +10,7 @@ import torch
 from blocks import both, random_block
 from simulated_device import Reads
 
-from gcnzc.kernels.aggregate import aggregate, aggregate_reference
-from gcnzc.kernels.aggregate.gat import (
-    add_self_loops_torch,
-    gat_aggregate,
-    gat_aggregate_reference,
-)
+from gcnzc.kernels.aggregate import aggregate, aggregate_reference, gat
 from gcnzc.kernels.aggregate.gatv2 import gatv2_aggregate, gatv2_aggregate_reference
 from gcnzc.kernels.structure.transpose import transpose_reference
 
@@ -69,8 +64,8 @@ OPERATIONS = {
         [*product((True, False), (True, False))],
     ),
     "GAT": Operation(
-        gat_aggregate,
-        gat_aggregate_reference,
+        gat.gat_aggregate,
+        gat.gat_aggregate_reference,
         lambda sources, targets, heads, parts, columns: [
             (sources, parts, columns),
             (sources, heads),
@@ -248,7 +243,7 @@ def test_adding_self_loops_does_not_synchronize_with_the_device(name, monkeypatc
     leaves = leaves_of(operation, 70, 50)
     expected = both(operation.reference, *block, leaves, *operation.options[0])
     # as on a device: the loops by operations of torch, and edges by sources too
-    monkeypatch.setattr("gcnzc.kernels.aggregate.gat.add_self_loops", add_self_loops_torch)
+    monkeypatch.setattr(gat, "add_self_loops", gat.add_self_loops_torch)
     for module in ("weighted", "edge_softmax", "gatv2"):
         monkeypatch.setattr(f"gcnzc.kernels.aggregate.{module}.transpose", transpose_reference)
     with Reads(everywhere=True):

@@ -1,36 +1,19 @@
 """Block-wise quantization: stated error bounds hold, and all implementations agree."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from bits import same_bits
 
-from gcnzc.kernels.codec import blocks_cpu
+from gcnzc.kernels.codec import blocks, blocks_cpu, blocks_gpu, blocks_reference
 from gcnzc.kernels.codec.block_layout import BlockLayout
 from gcnzc.kernels.codec.blocks import (
     decode_blocks,
     encode_blocks,
     mean_of_blocks,
     update_error_blocks,
-)
-from gcnzc.kernels.codec.blocks_cpu import (
-    decode_blocks_numba,
-    encode_blocks_numba,
-    mean_of_blocks_numba,
-    update_error_blocks_numba,
-)
-from gcnzc.kernels.codec.blocks_gpu import (
-    decode_blocks_triton,
-    encode_blocks_triton,
-    mean_of_blocks_triton,
-    update_error_blocks_triton,
-)
-from gcnzc.kernels.codec.blocks_reference import (
-    decode_blocks_reference,
-    encode_blocks_reference,
-    mean_of_blocks_reference,
-    update_error_blocks_reference,
 )
 from gcnzc.kernels.codec.number_formats import BITS, NUMBER_FORMATS
 
@@ -39,9 +22,18 @@ BLOCKS = [32, 256, None]
 MOST = torch.finfo(torch.float32).max
 GUARD = 77
 ROUNDINGS = [None, (2**40 + 17, 2**33 + 5)]
+OPERATIONS = ["encode_blocks", "update_error_blocks", "decode_blocks", "mean_of_blocks"]
 every_number_format = pytest.mark.parametrize("number_format", list(NUMBER_FORMATS))
 every_block = pytest.mark.parametrize("block", BLOCKS)
 every_rounding = pytest.mark.parametrize("seed_and_step", ROUNDINGS, ids=["nearest", "random"])
+
+
+def operations(module, suffix="", **options):
+    """All operations of an implementation."""
+    return [partial(getattr(module, f"{name}{suffix}"), **options) for name in OPERATIONS]
+
+
+REFERENCE = operations(blocks_reference, "_reference")
 
 
 def empty_rows(layout, beside=8, count=None):
@@ -63,80 +55,59 @@ def vectors(n, number):
     return values, error, active
 
 
-def check_ways(
-    number_format, layout, number, seed_and_step, encode, update_error, decode, mean, device
-):
-    """Every operation of one way equals its reference, beside the rows too."""
-    values, error, active = vectors(layout.num_elements, number)
-    offset = 32 * (number % 5)
-    there = [None if v is None else v.to(device) for v in (values, error, active)]
-    expected, found = empty_rows(layout), empty_rows(layout).to(device)
-    encode_blocks_reference(
-        values, error, active, layout, expected, number_format, seed_and_step, offset
-    )
-    encode(*there, layout, found, number_format, seed_and_step, offset)
-    assert same_bits(found, expected)
-    assert (found[:, layout.row_bytes :] == GUARD).all()
+def results(implementation, given, layout, number_format, seed_and_step, offset, place="cpu"):
+    """What all operations write: rows, the error that remains, decoded values and two means."""
+    encode, update_error, decode, mean = implementation
+    values, error, active = (v if v is None else v.to(place) for v in given)
+    rows = empty_rows(layout).to(place)
+    encode(values, error, active, layout, rows, number_format, seed_and_step, offset)
     left = torch.zeros_like(values) if error is None else error.clone()
-    found_left = left.clone().to(device)
-    update_error_blocks_reference(values, left, active, layout, expected, number_format)
-    update_error(there[0], found_left, there[2], layout, found, number_format)
-    assert same_bits(found_left, left)
-    out = torch.full((layout.num_elements,), torch.nan)
-    found_out = out.clone().to(device)
-    decode_blocks_reference(expected, layout, active, out, number_format)
-    decode(found, layout, there[2], found_out, number_format)
-    assert same_bits(found_out, out)
+    update_error(values, left, active, layout, rows, number_format)
+    found = [rows, left, torch.full_like(values, torch.nan)]
+    decode(rows, layout, active, found[-1], number_format)
     for part in {0, layout.num_parts - 1}:
         own = layout.part_layout(part)
+        found.append(torch.full((own.num_elements,), torch.nan, device=place))
         # as if every part's row were a worker's
-        out = torch.full((own.num_elements,), torch.nan)
-        found_out = out.clone().to(device)
-        mean_of_blocks_reference(expected, own, out, number_format)
-        mean(found, own, found_out, number_format)
-        assert same_bits(found_out, out)
+        mean(rows, own, found[-1], number_format)
+    return found
+
+
+def check(implementation, layout, number, number_format, seed_and_step, place="cpu"):
+    """Every operation of an implementation equals its reference, beside the rows too."""
+    given = vectors(layout.num_elements, number)
+    options = layout, number_format, seed_and_step, 32 * (number % 5)
+    expected = results(REFERENCE, given, *options)
+    assert (expected[0][:, layout.row_bytes :] == GUARD).all()
+    assert all(map(same_bits, results(implementation, given, *options, place), expected))
 
 
 @every_number_format
 @every_block
 def test_the_public_functions_equal_the_reference(number_format, block):
-    ways = (encode_blocks, update_error_blocks, decode_blocks, mean_of_blocks)
     for number, (n, parts) in enumerate(itertools.product(LENGTHS, range(1, 10))):
         layout = BlockLayout(n, parts, BITS[number_format], block)
-        check_ways(number_format, layout, number, ROUNDINGS[number // 6 % 2], *ways, "cpu")
+        check(operations(blocks), layout, number, number_format, ROUNDINGS[number // 6 % 2])
 
 
 @pytest.mark.triton
 @every_number_format
 @every_rounding
 def test_triton_equals_the_reference(number_format, seed_and_step, device):
-    ways = (
-        encode_blocks_triton,
-        update_error_blocks_triton,
-        decode_blocks_triton,
-        mean_of_blocks_triton,
-    )
     shapes = [(1, 1, 32), (7, 5, None), (100, 3, 32), (2300, 2, None), (1090, 1, 352)]
     for number, (n, parts, block) in enumerate(shapes):
-        check_ways(
-            number_format,
-            BlockLayout(n, parts, BITS[number_format], block),
-            number,
-            seed_and_step,
-            *ways,
-            device,
-        )
+        layout = BlockLayout(n, parts, BITS[number_format], block)
+        implementation = operations(blocks_gpu, "_triton")
+        check(implementation, layout, number, number_format, seed_and_step, device)
 
 
 def bound(y, scales, number_format, random):
     """The error that the module states, in float64; and 2**-150 more."""
+    share = 1.0 if random else 0.5
     if number_format in ("int8", "int4"):
-        return scales * (
-            (1 if random else 0.5) + (2.0**-16 if number_format == "int8" else 2.0**-20)
-        )
+        return scales * (share + (2.0**-16 if number_format == "int8" else 2.0**-20))
     if number_format == "int2":
         clipped = torch.zeros_like(scales) if random else y.abs() - scales
-        share = 1.0 if random else 0.5
         return torch.maximum(scales * share, clipped) * (1 + 2.0**-18) + 2.0**-150
     relative, absolute = {
         ("float8_e4m3fn", False): (2.0**-4, 2.0**-10),
@@ -160,10 +131,8 @@ def decoded(values, number_format, block, seed_and_step=None, parts=2):
     rows, out = empty_rows(layout), torch.empty_like(values)
     encode_blocks(values, None, None, layout, rows, number_format, seed_and_step)
     decode_blocks(rows, layout, None, out, number_format)
-    scales = stored_scales(rows, layout).repeat_interleave(layout.block_elements, 1)[
-        :, : layout.part_elements
-    ]
-    return out, scales.reshape(-1)[: len(values)].double()
+    scales = stored_scales(rows, layout).repeat_interleave(layout.block_elements, 1)
+    return out, scales[:, : layout.part_elements].reshape(-1)[: len(values)].double()
 
 
 def of_all_sizes():
@@ -243,29 +212,30 @@ def test_random_words_depend_on_seed_step_and_position():
 @every_block
 def test_the_result_does_not_depend_on_the_number_of_threads(number_format, block, monkeypatch):
     monkeypatch.setattr(blocks_cpu, "GRAIN_ELEMENTS", 1)
-    layout = BlockLayout(9001, 3, BITS[number_format], block)
-    values, error, active = vectors(9001, 1)
-    made = []
-    for threads in (1, 2, 5):
-        rows, left, out, mean = empty_rows(layout), error.clone(), *torch.empty(2, 9001)
-        mean = mean[: layout.part_layout(1).num_elements]
-        share = {"threads": threads}
-        encode_blocks_numba(
-            values, error, active, layout, rows, number_format, ROUNDINGS[1], **share
-        )
-        update_error_blocks_numba(values, left, active, layout, rows, number_format, **share)
-        decode_blocks_numba(rows, layout, active, out, number_format, **share)
-        mean_of_blocks_numba(rows, layout.part_layout(1), mean, number_format, **share)
-        made.append((rows, left, out, mean))
-    for other in made[1:]:
-        assert all(same_bits(a, b) for a, b in zip(other, made[0], strict=True))
+    given = vectors(9001, 1)
+    options = BlockLayout(9001, 3, BITS[number_format], block), number_format, ROUNDINGS[1], 0
+    first, *others = (
+        results(operations(blocks_cpu, "_numba", threads=threads), given, *options)
+        for threads in (1, 2, 5)
+    )
+    for other in others:
+        assert all(map(same_bits, other, first))
 
 
 ENCODERS = [
-    encode_blocks_reference,
-    encode_blocks_numba,
-    pytest.param(encode_blocks_triton, marks=pytest.mark.triton),
+    blocks_reference.encode_blocks_reference,
+    blocks_cpu.encode_blocks_numba,
+    pytest.param(blocks_gpu.encode_blocks_triton, marks=pytest.mark.triton),
 ]
+
+
+def encoded(encode, device, values, error, active, layout, *options):
+    """Rows of an implementation, on the host."""
+    place = device if encode is blocks_gpu.encode_blocks_triton else "cpu"
+    rows = empty_rows(layout).to(place)
+    there = (v if v is None else v.to(place) for v in (values, error, active))
+    encode(*there, layout, rows, *options)
+    return rows.cpu()
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
@@ -274,33 +244,22 @@ ENCODERS = [
 @pytest.mark.parametrize("encode", ENCODERS)
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan"), "sum"])
 def test_non_finite_values_decode_to_nan(number_format, seed_and_step, encode, bad, device):
-    place = device if encode is encode_blocks_triton else torch.device("cpu")
     values, error = torch.randn(200), torch.randn(200)
     values[70] = error[70] = MOST if bad == "sum" else bad
-    layout = BlockLayout(200, 2, BITS[number_format], 32)
-    rows, out = empty_rows(layout).to(place), torch.empty(200, device=place)
-    encode(values.to(place), error.to(place), None, layout, rows, number_format, seed_and_step)
-    scales = stored_scales(rows, layout).cpu().view(-1)
+    layout, out = BlockLayout(200, 2, BITS[number_format], 32), torch.empty(200)
+    options = layout, number_format, seed_and_step
+    rows = encoded(encode, device, values, error, None, *options)
+    scales = stored_scales(rows, layout).view(-1)
     assert scales.isnan().nonzero().tolist() == [[2]]
     assert scales.isfinite().sum() == len(scales) - 1
     decode_blocks(rows, layout, None, out, number_format)
     assert out.isnan().nonzero().flatten().tolist() == list(range(64, 96))
     # where it is not active it does not matter
     active = torch.arange(200) != 70
-    encode(
-        values.to(place),
-        error.to(place),
-        active.to(place),
-        layout,
-        rows,
-        number_format,
-        seed_and_step,
-    )
+    rows = encoded(encode, device, values, error, active, *options)
     assert stored_scales(rows, layout).isfinite().all()
-    update_error_blocks(
-        values.to(place), error.to(place), active.to(place), layout, rows, number_format
-    )
-    decode_blocks(rows, layout, active.to(place), out, number_format)
+    update_error_blocks(values, error, active, layout, rows, number_format)
+    decode_blocks(rows, layout, active, out, number_format)
     assert out.isfinite().all()
     assert out[70] == 0
 
@@ -311,13 +270,11 @@ def test_non_finite_values_decode_to_nan(number_format, seed_and_step, encode, b
 def test_blocks_of_zeros_or_without_active_elements_have_zero_scales(
     number_format, seed_and_step, encode, device
 ):
-    place = device if encode is encode_blocks_triton else torch.device("cpu")
     layout = BlockLayout(100, 3, BITS[number_format], 32)
     values, active = torch.zeros(100), torch.ones(100, dtype=torch.bool)
     values[1], values[40], active[40] = -0.0, 5.0, False
     values[64:] = -0.0
-    rows = empty_rows(layout).to(place)
-    encode(values.to(place), None, active.to(place), layout, rows, number_format, seed_and_step)
+    rows = encoded(encode, device, values, None, active, layout, number_format, seed_and_step)
     # all bytes, of codes and scales
     assert (rows[:, : layout.row_bytes] == 0).all()
 
@@ -337,10 +294,8 @@ def test_float8_is_rounded_as_torch_rounds(number_format):
     expected = torch.where(expected == 0x80, 0, expected)
     assert torch.equal(codes_of(values, number_format)[: len(values)], expected)
     # and what codes stand for is torch's
-    table, torchs = (
-        NUMBER_FORMATS[number_format].values,
-        torch.arange(256, dtype=torch.uint8).view(dtype).float(),
-    )
+    table = NUMBER_FORMATS[number_format].values
+    torchs = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     known = table.isfinite()
     assert torch.equal(table[known], torchs[known])
     assert torch.equal(known, torchs.isfinite() & (torch.arange(256) != 0x80))

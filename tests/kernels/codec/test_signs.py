@@ -24,9 +24,8 @@ GUARD = 0xAB
 
 
 def layouts(lengths=LENGTHS, parts=range(1, 10), blocks=BLOCKS):
-    return [
-        BlockLayout(*one, 1, block) for one in itertools.product(lengths, parts) for block in blocks
-    ]
+    given = itertools.product(lengths, parts, blocks)
+    return [BlockLayout(n, count, 1, block) for n, count, block in given]
 
 
 # the interpreter takes milliseconds a program, and a block has one at least
@@ -43,19 +42,15 @@ def name_of(layout):
     return f"{layout.num_elements}-{layout.num_parts}-{layout.block}"
 
 
-def guarded_rows(layout, extra=8, num_rows=None):
+def guarded_rows(layout, num_rows=None):
     """Rows with bytes of the caller's behind each of them, and what they lie in."""
-    num_rows, stride = num_rows or layout.num_parts, layout.row_bytes + extra
-    memory = torch.full(((num_rows + 2) * stride + 8,), GUARD, dtype=torch.uint8)
-    return memory[stride + 4 :].as_strided((num_rows, stride), (stride, 1), stride + 4), memory
+    shape = ((num_rows or layout.num_parts) + 2, layout.row_bytes + 8)
+    memory = torch.full(shape, GUARD, dtype=torch.uint8)
+    return memory[1:-1], memory
 
 
-def guards_are_whole(layout, rows, memory):
-    inside = torch.zeros(len(memory), dtype=torch.bool)
-    inside.as_strided((len(rows), layout.row_bytes), (rows.stride(0), 1), rows.storage_offset())[
-        :
-    ] = 1
-    return bool((memory[~inside] == GUARD).all())
+def guards_are_whole(layout, memory):
+    return bool((memory[[0, -1]] == GUARD).all() and (memory[:, layout.row_bytes :] == GUARD).all())
 
 
 def guarded(vector):
@@ -80,30 +75,31 @@ def agree(layout, rows, expected):
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0, equal_nan=True)
 
 
-def check_all_ways(layout, values, error, active, scale, ways, to):
-    """Each operation of `ways` against its reference, from what the references made."""
-    encode, update_error, decode = ways
+def check_all(layout, values, error, active, scale, operations, place="cpu"):
+    """Each operation against its reference, from what the references made."""
+    encode, update_error, decode = operations
     expected, _ = guarded_rows(layout)
     encode_signs_reference(values, error, active, layout, expected, scale)
     rows, memory = guarded_rows(layout)
-    rows, vectors = to(rows), [v if v is None else to(v) for v in (values, error, active)]
+    rows = rows.to(place)
+    vectors = [v if v is None else v.to(place) for v in (values, error, active)]
     before = [None if v is None else v.clone() for v in vectors]
     encode(*vectors, layout, rows, scale)
     agree(layout, rows.cpu(), expected)
-    assert rows.is_cuda or guards_are_whole(layout, rows, memory)
+    assert rows.is_cuda or guards_are_whole(layout, memory)
     for one, other in zip(vectors, before, strict=True):
         assert one is None or torch.equal(one, other)
     rows.copy_(expected)
     wanted = values * 0 if error is None else error.clone()
     left, memory = guarded(wanted)
-    left = to(left)
+    left = left.to(place)
     update_error_signs_reference(values, wanted, active, layout, expected)
     update_error(vectors[0], left, vectors[2], layout, rows)
     assert same_bits(left.cpu(), wanted)
     assert set(memory[:4].tolist() + memory[-4:].tolist()) == {7}
     wanted = torch.empty_like(values)
     out, memory = guarded(torch.full_like(values, float("nan")))
-    out = to(out)
+    out = out.to(place)
     decode_signs_reference(expected, layout, active, wanted)
     decode(rows, layout, vectors[2], out)
     assert same_bits(out.cpu(), wanted)
@@ -113,37 +109,26 @@ def check_all_ways(layout, values, error, active, scale, ways, to):
 @pytest.mark.parametrize("n", LENGTHS)
 def test_numba_equals_the_reference(n):
     kinds = itertools.cycle(itertools.product(SCALES, [False, True], ["all", "some", "none"]))
-    ways = encode_signs, update_error_signs, decode_signs
+    operations = encode_signs, update_error_signs, decode_signs
     for layout in layouts([n]):
         for scale, with_error, actives in itertools.islice(kinds, 3 if n < 10000 else 1):
-            vectors = inputs(n, with_error, actives)
-            check_all_ways(layout, *vectors, scale, ways, lambda x: x)
+            check_all(layout, *inputs(n, with_error, actives), scale, operations)
 
 
 # no kernel is launched for an empty vector
 @pytest.mark.triton
 @pytest.mark.parametrize("layout", [each for each in FEW if each.num_elements], ids=name_of)
 def test_triton_equals_the_reference(layout, device):
-    def encode(values, error, active, layout, rows, scale):
-        if layout.row_bytes:
-            signs_gpu.encode(values, error, active, layout, rows, squares=scale == "rms")
+    def encode(*given):
+        signs_gpu.encode(*given[:-1], squares=given[-1] == "rms")
 
-    def update_error(*args):
-        if layout.num_elements:
-            signs_gpu.update_error(*args)
-
-    def decode(*args):
-        if layout.num_elements:
-            signs_gpu.decode(*args)
-
+    operations = (encode, signs_gpu.update_error, signs_gpu.decode)
     kinds = [("rms", False, "all"), ("l1", True, "some")]
     if layout.part_elements < 4096:
         kinds.append(("rms", True, "none"))
     for scale, with_error, actives in kinds:
         vectors = inputs(layout.num_elements, with_error, actives)
-        check_all_ways(
-            layout, *vectors, scale, (encode, update_error, decode), lambda x: x.to(device)
-        )
+        check_all(layout, *vectors, scale, operations, device)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -240,16 +225,14 @@ def test_non_finite_values_make_the_scale_of_their_block_non_finite(scale, bad, 
         values, error = torch.randn(150), torch.randn(150)
         (error if in_error else values)[place] = bad
         active = torch.ones(150, dtype=torch.bool)
-        row, number = (
-            place // layout.part_elements,
-            place % layout.part_elements // layout.block_elements,
-        )
+        row, at = divmod(place, layout.part_elements)
+        number = at // layout.block_elements
         for rows in every_encoding(values, error, active, layout, device, scale):
             finite = scales_view(rows, layout).isfinite()
             assert not finite[row, number]
             finite[row, number] = True
             assert finite.all()
-            bit = rows[row, place % layout.part_elements // 8] >> (place % 8) & 1
+            bit = rows[row, at // 8] >> (at % 8) & 1
             assert bit == (bad > 0)
         active[place] = False
         for rows in every_encoding(values, error, active, layout, device, scale):

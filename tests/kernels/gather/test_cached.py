@@ -21,19 +21,7 @@ from gcnzc.kernels.gather.cached_rows import (
     make_cached_rows,
 )
 
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.float16,
-    torch.bfloat16,
-    torch.int32,
-    torch.float32,
-    torch.int64,
-    torch.float64,
-    torch.complex64,
-]
+DTYPES = "bool uint8 int8 int16 float16 bfloat16 int32 float32 int64 float64 complex64"
 COLUMNS = [1, 3, 10, 100, 128, 301]
 ROWS = 40
 
@@ -65,12 +53,12 @@ def split_rows(table, parts, device, own=0):
 
 
 @pytest.mark.triton(slow=True)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.split())
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_equals_the_plain_gather(share, dtype, device):
     for columns in COLUMNS:
         for pad in (0, 3):
-            table = readable(table_of(dtype, columns, pad), device)
+            table = readable(table_of(getattr(torch, dtype), columns, pad), device)
             cached = torch.randperm(ROWS)[: round(share * ROWS)]
             copies = make_cached_rows(table, cached, device)
             for count in (0, 1, 57):
@@ -96,11 +84,11 @@ def test_hits_are_read_from_the_copies_and_misses_from_the_table(share, device):
 
 
 @pytest.mark.triton(slow=True)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.split())
 @pytest.mark.parametrize("gpus", [2, 3])
 def test_split_rows_equal_the_plain_gather(gpus, dtype, device):
     for columns, pad in ((1, 0), (25, 3), (100, 0), (301, 1)):
-        table = readable(table_of(dtype, columns, pad), device)
+        table = readable(table_of(getattr(torch, dtype), columns, pad), device)
         # of very different sizes
         parts = torch.randperm(ROWS)[:20].split([17, *[1] * (gpus - 2), 5 - gpus])
         copies, ids = split_rows(table, parts, device), torch.randint(ROWS, (57,))

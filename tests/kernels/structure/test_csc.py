@@ -38,10 +38,8 @@ def short_segments(monkeypatch):
 @pytest.mark.parametrize("num_nodes", [1, 2, 255, 256, 257, 1000, 65_537, (1 << 24) + 3])
 @pytest.mark.parametrize("num_edges", [0, 1, 999, 1000, 1001, 20_000])
 def test_equals_a_stable_sort(num_nodes, num_edges, short_segments):
-    src, dst = random_edges(num_nodes, num_edges, skew=2)
-    assert_equal(
-        build_csc(edge_list_segments(src, dst), num_nodes), csc_reference(src, dst, num_nodes)
-    )
+    ends = random_edges(num_nodes, num_edges, skew=2)
+    assert_equal(build_csc(edge_list_segments(*ends), num_nodes), csc_reference(*ends, num_nodes))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
@@ -104,9 +102,8 @@ def test_csc_segments_return_the_edges(short_segments):
 
 def test_self_loops_are_removed_only_from_the_given_segments():
     src, dst = np.array([0, 1, 2, 2]), np.array([1, 1, 0, 2])
-    indptr, indices = build_csc(
-        [*edge_list_segments(src, dst), *self_loop_segments(3)], 3, num_without_loops=1
-    )
+    segments = [*edge_list_segments(src, dst), *self_loop_segments(3)]
+    indptr, indices = build_csc(segments, 3, num_without_loops=1)
     assert indptr.tolist() == [0, 2, 4, 5]
     assert indices.tolist() == [2, 0, 0, 1, 2]
 
