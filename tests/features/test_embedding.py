@@ -148,37 +148,24 @@ def test_saved_tables_are_loaded_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "message"),
     [
-        ({"num_rows": -1}, ValueError, "num_rows is -1"),
-        ({"num_rows": 2.5}, TypeError, "num_rows is 2.5"),
-        ({"num_columns": 0}, ValueError, "num_columns is 0"),
-        ({"dtype": torch.bfloat16}, ValueError, "dtype is torch.bfloat16"),
-        ({"dtype": "float32"}, TypeError, "dtype is 'float32'"),
-        ({"init": "xavier"}, ValueError, "init is 'xavier'"),
-        ({"scale": float("nan")}, ValueError, "scale is nan"),
-        ({"scale": -1.0}, ValueError, "scale is -1.0"),
-        ({"scale": 1e38, "dtype": torch.float32}, ValueError, r"scale is 1e\+38"),
-        ({"seed": 2**64}, ValueError, "seed is 18446744073709551616"),
-        ({"threads": 0}, ValueError, "threads is 0"),
+        ({"num_columns": 0}, "num_columns is 0"),
+        ({"dtype": torch.bfloat16}, "dtype is torch.bfloat16"),
+        ({"scale": 1e38, "dtype": torch.float32}, r"scale is 1e\+38"),
+        ({"seed": 2**64}, "seed is 18446744073709551616"),
+        ({"threads": 0}, "threads is 0"),
     ],
 )
-def test_wrong_options_are_rejected(options, error, message):
-    with pytest.raises(error, match=message):
+def test_wrong_options_are_rejected(options, message):
+    """`test_arguments.py` has values of wrong types, and those that no argument takes."""
+    with pytest.raises(ValueError, match=message):
         table(**options)
 
 
 def test_wrong_files_are_rejected(tmp_path):
     with pytest.raises(FileNotFoundError):
         EmbeddingTable.open(tmp_path / "none.npy")
-    (tmp_path / "text.npy").write_text("text")
-    with pytest.raises(ValueError, match=r"text\.npy is not a \.npy file"):
-        EmbeddingTable.open(tmp_path / "text.npy")
-    np.save(tmp_path / "whole.npy", np.zeros((5, 2), np.float32))
-    data = (tmp_path / "whole.npy").read_bytes()
-    (tmp_path / "half.npy").write_bytes(data[:-8])
-    with pytest.raises(ValueError, match=r"half\.npy is not a \.npy file"):
-        EmbeddingTable.open(tmp_path / "half.npy")
     for name, array in {
         "integers": np.zeros((5, 2), np.int64),
         "vector": np.zeros(5, np.float32),

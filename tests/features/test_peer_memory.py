@@ -147,15 +147,11 @@ def test_shares_that_are_joined_twice_are_open_until_the_second_is_dropped():
 def test_memory_that_cannot_be_opened_or_exported_is_reported():
     driver = FakePeers({"open": 217})
     one, other = shares_of(rows_of(), torch.arange(9), 2, driver)
-    with pytest.raises(
-        RuntimeError, match=rf"{DEVICE}.* cannot read .* rank 1's GPU: CUDA_ERROR_NUMB"
-    ):
+    with pytest.raises(RuntimeError, match=rf"{DEVICE}.* cannot read .* rank 1's GPU: CUDA_ERROR"):
         peer_memory.open_shares(one, [one.handle, other.handle], driver)
     with pytest.raises(RuntimeError, match=r"rank 0's GPU(.|\n)*hint: use a separate cache"):
         peer_memory.open_shares(other, [one.handle, other.handle], driver)
-    with pytest.raises(
-        RuntimeError, match=rf"other processes cannot read the memory of {DEVICE}: CUDA"
-    ):
+    with pytest.raises(RuntimeError, match=rf"other processes cannot read .* of {DEVICE}: CUDA"):
         shares_of(rows_of(), torch.arange(9), 2, FakePeers({"export": 801}))
 
 
@@ -164,9 +160,7 @@ def test_wrong_bytes_from_another_process_are_detected():
     rows = rows_of()
     one, other = shares_of(rows, torch.arange(9), 2, driver)
     driver.process = 0
-    with pytest.raises(
-        RuntimeError, match=f"{DEVICE}.* reads rows from the GPU of rank 1 that differ"
-    ):
+    with pytest.raises(RuntimeError, match=f"{DEVICE}.* reads rows from .* rank 1 that differ"):
         peer_memory.open_shares(one, [one.handle, other.handle], driver)
     # no memory stays open
     gc.collect()
@@ -183,39 +177,29 @@ def test_wrong_bytes_from_another_process_are_detected():
 
 def test_handles_of_different_caches_are_rejected():
     cached_ids, rows = torch.arange(9), rows_of()
-    zero, one, two = (
-        peer_memory.make_handle(cached_ids, 300, 100, number, 3) for number in range(3)
-    )
+    zero, one, two = (peer_memory.make_handle(cached_ids, 300, 100, rank, 3) for rank in range(3))
     assert peer_memory.check_handles(one, [two, zero, one]) == [zero, one, two]
     for wrong in ([zero, one], [zero, one, one], [zero, one, two, two], []):
         with pytest.raises(ValueError, match=r"handles of ranks \[.*\] of a cache that .* 3 GPUs"):
             peer_memory.check_handles(one, wrong)
     with pytest.raises(ValueError, match="sharded over 3 GPUs"):
         peer_memory.check_handles(one, [zero, one, replace(two, world_size=4)])
-    with pytest.raises(
-        RuntimeError, match="the share of rank 2 is on elsewhere, and this process is"
-    ):
+    with pytest.raises(RuntimeError, match="rank 2 is on elsewhere, and this process is"):
         peer_memory.check_handles(one, [zero, one, replace(two, machine="elsewhere")])
-    others = [
-        peer_memory.make_handle(cached_ids.flip(0), 300, 100, 2, 3),
-        peer_memory.make_handle(cached_ids[:8], 300, 100, 2, 3),
-        peer_memory.make_handle(cached_ids, 301, 100, 2, 3),
-        peer_memory.make_handle(cached_ids, 300, 200, 2, 3),
-    ]
-    for other in others:
+    own = (cached_ids.flip(0), 300, 100), (cached_ids[:8], 300, 100)
+    for other in (*own, (cached_ids, 301, 100), (cached_ids, 300, 200)):
+        handle = peer_memory.make_handle(*other, 2, 3)
         with pytest.raises(ValueError, match=r"rank 2 caches [89] of 30[01] rows(.|\n)*hint: all"):
-            peer_memory.check_handles(one, [zero, one, other])
+            peer_memory.check_handles(one, [zero, one, handle])
     for rank, world_size in ((3, 3), (-1, 3), (0, 0)):
         with pytest.raises(ValueError, match=f"rank is {rank} with a world_size of {world_size}"):
             peer_memory.make_handle(cached_ids, 300, 100, rank, world_size)
     # copies have the alignment of their rows, which must be the same in all processes
     memory = torch.randn(301 * 25)
     begins = [memory[begin : begin + 300 * 25].view(300, 25).copy_(rows) for begin in (0, 1)]
-    made = [
-        shares_of(table, cached_ids, 2, FakePeers())[number] for number, table in enumerate(begins)
-    ]
+    first, second = (shares_of(table, cached_ids, 2, FakePeers()) for table in begins)
     with pytest.raises(ValueError, match="B after a line; this process caches"):
-        peer_memory.check_handles(made[0].handle, [each.handle for each in made])
+        peer_memory.check_handles(first[0].handle, [first[0].handle, second[1].handle])
 
 
 @pytest.fixture
