@@ -8,6 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.ogb_folders import write_nodes
+from gcnzc.datasets.rows import Rows, allocate_in_memory
+
+
+def rows_of(table: Rows) -> NDArray[Any]:
+    """All rows of a table that is read in chunks."""
+    return np.concatenate([chunk.copy() for chunk in table.chunks(allocate_in_memory)])
+
+
+def edges_of(graph: Any) -> NDArray[Any]:
+    """All edges of a generated graph."""
+    return np.concatenate(list(graph.edge_chunks()), axis=1)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 from scipy.spatial.distance import cdist
+from tiny_graph import edges_of, rows_of
 
 from gcnzc.datasets.generate import digits
-from gcnzc.datasets.rows import allocate_in_memory
 
 
 @pytest.fixture(scope="module")
@@ -11,13 +11,11 @@ def graph():
     return digits()
 
 
-@pytest.fixture(scope="module")
-def edges(graph):
-    return np.concatenate(list(graph.edge_chunks()), axis=1)
-
-
 def test_the_graph_has_the_documented_sizes(graph):
-    rows = np.concatenate(list(graph.features.chunks(allocate_in_memory)))
+    rows, edges = rows_of(graph.features), edges_of(graph)
+    # each pair is stored once
+    assert edges.shape[1] == graph.num_edges == np.unique(edges, axis=1).shape[1]
+    assert (edges[0] < edges[1]).all()
     assert rows.shape == (graph.num_nodes, graph.features.num_columns) == (1797, 64)
     assert (rows.min(), rows.max()) == (0, 1)
     assert np.bincount(graph.labels()).min() > 170
@@ -25,8 +23,8 @@ def test_the_graph_has_the_documented_sizes(graph):
     assert graph.best_accuracy is None
 
 
-def test_every_image_is_connected_to_its_nearest_images(graph, edges):
-    rows = np.concatenate(list(graph.features.chunks(allocate_in_memory)))
+def test_every_image_is_connected_to_its_nearest_images(graph):
+    rows, edges = rows_of(graph.features), edges_of(graph)
     distance = cdist(rows, rows)
     np.fill_diagonal(distance, np.inf)
     joined = np.zeros((1797, 1797), bool)
@@ -36,8 +34,3 @@ def test_every_image_is_connected_to_its_nearest_images(graph, edges):
     nearest = distance <= limit
     assert (joined <= (nearest | nearest.T)).all()
     assert (joined.sum(axis=1) >= 8).all()
-
-
-def test_every_pair_is_stored_once(graph, edges):
-    assert edges.shape[1] == graph.num_edges == np.unique(edges, axis=1).shape[1]
-    assert (edges[0] < edges[1]).all()

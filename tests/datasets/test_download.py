@@ -78,6 +78,12 @@ def site(monkeypatch, tmp_path):
         thread.join()
 
 
+@pytest.fixture
+def here(tmp_path):
+    """The folder of downloads."""
+    return tmp_path / "downloads"
+
+
 def zipped(folder, top="tiny/"):
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
@@ -100,9 +106,8 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_dataset_is_downloaded_once(site, tmp_path):
+def test_a_dataset_is_downloaded_once(site, here, tmp_path):
     seen = []
-    here = tmp_path / "downloads"
     path = fetch(site.remote, here, lambda *now: seen.append(now))
     assert path == here / "ogbn_tiny_v1"
     assert contents(path) == contents(tmp_path / "source")
@@ -115,15 +120,14 @@ def test_a_dataset_is_downloaded_once(site, tmp_path):
     assert len(site.asked) == 1
 
 
-def test_an_interrupted_download_is_resumed(site, tmp_path):
+def test_an_interrupted_download_is_resumed(site, here, tmp_path):
     site.breaks = [1000, 700]
-    path = fetch(site.remote, tmp_path / "downloads")
+    path = fetch(site.remote, here)
     assert contents(path) == contents(tmp_path / "source")
     assert site.asked == [None, "bytes=1000-", "bytes=1700-"]
 
 
-def test_a_changed_file_restarts_the_download(site, tmp_path):
-    here = tmp_path / "downloads"
+def test_a_changed_file_restarts_the_download(site, here, tmp_path):
     site.breaks = [500, 0, 0]
     with pytest.raises(RuntimeError, match="failed after"):
         fetch(site.remote, here)
@@ -132,8 +136,8 @@ def test_a_changed_file_restarts_the_download(site, tmp_path):
     assert contents(fetch(site.remote, here)) == contents(tmp_path / "newer")
 
 
-def test_a_file_that_became_shorter_restarts_the_download(site, tmp_path):
-    short, here = site.data, tmp_path / "downloads"
+def test_a_file_that_became_shorter_restarts_the_download(site, here, tmp_path):
+    short = site.data
     site.data, site.breaks = 2 * short, [len(short), 0, 0]
     with pytest.raises(RuntimeError, match="failed after"):
         fetch(site.remote, here)
@@ -142,49 +146,37 @@ def test_a_file_that_became_shorter_restarts_the_download(site, tmp_path):
     assert site.asked[-2:] == [f"bytes={len(short)}-", None]
 
 
-def test_without_a_network_the_error_describes_the_manual_download(tmp_path):
+def test_without_a_network_the_error_describes_the_manual_download(here):
     # a port that nobody listens on
     remote = Remote("ogbn-tiny", "http://127.0.0.1:9/tiny.zip", "1")
     with pytest.raises(RuntimeError, match=r"failed after 0 bytes.*\n\nhint: is there a network"):
-        fetch(remote, tmp_path / "downloads")
+        fetch(remote, here)
 
 
-def test_a_manually_downloaded_file_is_used(site, tmp_path):
-    here = tmp_path / "downloads"
-    here.mkdir()
-    (here / "tiny.zip").write_bytes(site.data)
-    assert contents(fetch(site.remote, here)) == contents(tmp_path / "source")
-    assert site.asked == []
-
-
-def test_a_file_that_the_server_does_not_have_is_reported(site, tmp_path):
+def test_a_file_that_the_server_does_not_have_is_reported(site, here):
     site.status = 404
     with pytest.raises(RuntimeError, match=r"cannot download .*: 404 Not Found\n\nhint: "):
-        fetch(site.remote, tmp_path / "downloads")
+        fetch(site.remote, here)
     assert len(site.asked) == 1
 
 
-def test_a_file_that_is_not_a_zip_is_removed(site, tmp_path):
+def test_a_file_that_is_not_a_zip_is_removed(site, here, tmp_path):
     good = site.data
-    here = tmp_path / "downloads"
     half = good[: len(good) // 2]
     flipped = good.replace(b"Release note", b"release note")
     for bad in (b"<html>moved</html>", half, flipped):
         site.data = bad
-        with pytest.raises(
-            RuntimeError, match=r"tiny.zip is not a complete arch.*\n\nhint: it has been"
-        ):
+        with pytest.raises(RuntimeError, match=r"tiny.zip is not a complete.*\n\nhint: it has"):
             fetch(site.remote, here)
         assert names(here) == []
     site.data = good
     assert contents(fetch(site.remote, here)) == contents(tmp_path / "source")
 
 
-def test_an_archive_of_another_dataset_is_rejected(site, tmp_path):
+def test_an_archive_of_another_dataset_is_rejected(site, here, tmp_path):
     (tmp_path / "other" / "raw").mkdir(parents=True)
     (tmp_path / "other" / "raw" / "edge.csv.gz").write_bytes(b"")
     good, site.data = site.data, zipped(tmp_path / "other")
-    here = tmp_path / "downloads"
     with pytest.raises(RuntimeError, match=r"it has no folder split\n\nhint: it has been removed"):
         fetch(site.remote, here)
     assert names(here) == []
@@ -192,8 +184,7 @@ def test_an_archive_of_another_dataset_is_rejected(site, tmp_path):
     assert contents(fetch(site.remote, here)) == contents(tmp_path / "source")
 
 
-def test_files_of_the_user_are_used_and_never_removed(site, tmp_path):
-    here = tmp_path / "downloads"
+def test_files_of_the_user_are_used_and_never_removed(site, here, tmp_path):
     here.mkdir()
     archive = here / "tiny.zip"
     archive.write_bytes(site.data[:100])
@@ -207,13 +198,13 @@ def test_files_of_the_user_are_used_and_never_removed(site, tmp_path):
 
 
 @pytest.mark.parametrize("top", ["/", "tiny/../../", ""])
-def test_a_zip_cannot_write_outside_of_its_folder(site, tmp_path, top):
+def test_a_zip_cannot_write_outside_of_its_folder(site, here, tmp_path, top):
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "file").write_text("")
     site.data = zipped(tmp_path / "one", top)
     with pytest.raises(RuntimeError, match="it has a file"):
-        fetch(site.remote, tmp_path / "downloads")
-    assert names(tmp_path / "downloads") == []
+        fetch(site.remote, here)
+    assert names(here) == []
     assert names(tmp_path) == ["downloads", "one", "source"]
 
 
@@ -226,20 +217,20 @@ def test_two_processes_do_not_download_one_file(site, tmp_path):
     assert site.asked == []
 
 
-def test_too_little_disk_space_is_reported_before_the_download(site, tmp_path, monkeypatch):
+def test_too_little_disk_space_is_reported_before_the_download(site, here, tmp_path, monkeypatch):
     usage = download.shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(download.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(RuntimeError, match=r"bytes are missing, 10 are free\n\nhint: "):
-        fetch(site.remote, tmp_path / "downloads")
+        fetch(site.remote, here)
 
 
-def test_a_disk_that_fills_during_the_download_is_reported(site, tmp_path, monkeypatch):
+def test_a_disk_that_fills_during_the_download_is_reported(site, here, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(download, "_resume", full)
     with pytest.raises(RuntimeError, match=r"no space for .*partial(.|\n)*the download resumes"):
-        fetch(site.remote, tmp_path / "downloads")
+        fetch(site.remote, here)
 
 
 def test_urls_agree_with_the_ogb_package():

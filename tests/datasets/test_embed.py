@@ -10,13 +10,7 @@ from sklearn.linear_model import LogisticRegression
 from gcnzc.datasets import embed as module
 from gcnzc.datasets.embed import embed
 from gcnzc.datasets.rows import Array
-
-
-def csc(src: Array, dst: Array, num_nodes: int) -> tuple[Array, Array]:
-    order = np.argsort(dst, kind="stable")
-    indptr = np.zeros(num_nodes + 1, np.int64)
-    np.cumsum(np.bincount(dst, minlength=num_nodes), out=indptr[1:])
-    return indptr, np.asarray(src)[order].astype(np.int32)
+from gcnzc.kernels.structure.csc import csc_reference
 
 
 def communities(num_nodes: int, num_parts: int, seed: int = 0) -> tuple[Array, Array, Array]:
@@ -30,7 +24,8 @@ def communities(num_nodes: int, num_parts: int, seed: int = 0) -> tuple[Array, A
 
 
 def of_edges(src: Array, dst: Array, num_nodes: int, dims: int = 16, seed: int = 0) -> Array:
-    return embed(*csc(src, dst, num_nodes), dims, seed=seed)
+    indptr, indices = csc_reference(src, dst, num_nodes)
+    return embed(indptr, indices.astype(np.int32), dims, seed=seed)
 
 
 def test_embeddings_separate_communities():
@@ -105,9 +100,8 @@ def test_leading_vectors_are_those_of_a_dense_factorisation(monkeypatch):
     values = np.zeros(200)
     values[:12] = [40, -35, 30, 25, -20, 15, 12, 10, 2, -1, 1, 0.5]
     dense = (axes * values) @ axes.T
-    found = module._leading_vectors(
-        sparse.csr_matrix(dense.astype(np.float32)), 8, 0, lambda *told: None
-    )
+    matrix = sparse.csr_matrix(dense.astype(np.float32))
+    found = module._leading_vectors(matrix, 8, 0, lambda *told: None)
     assert found.shape == (200, 8)
     # signs of the columns are arbitrary, the products of rows are not
     expected = (axes[:, :8] * np.abs(values[:8])) @ axes[:, :8].T

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from tiny_graph import rows_of
 
 from gcnzc.datasets.generate import SHAPES, Shape, generate, like, make
 from gcnzc.datasets.ogb import OgbGraph
@@ -9,17 +10,15 @@ SMALL = Shape(2000, 9000, 12, 5)
 
 
 def contents(graph):
-    rows = np.concatenate([chunk.copy() for chunk in graph.features.chunks(allocate_in_memory)])
-    return [*graph.edges(allocate_in_memory, no_progress), rows, *graph.split().values()]
+    edges = graph.edges(allocate_in_memory, no_progress)
+    return [*edges, rows_of(graph.features), *graph.split().values()]
 
 
 @pytest.mark.parametrize("kind", ["planted", "rmat", "digits"])
 @pytest.mark.parametrize("binary", [True, False], ids=["npz", "csv.gz"])
 def test_generated_datasets_are_read_back(tmp_path, kind, binary):
-    told = []
-    made = make(
-        tmp_path / "graph", kind, SMALL, binary=binary, progress=lambda *words: told.append(words)
-    )
+    told, options = [], {"progress": lambda *words: told.append(words), "binary": binary}
+    made = make(tmp_path / "graph", kind, SMALL, **options)
     read = OgbGraph(tmp_path / "graph")
     for found, expected in zip(contents(read), contents(made), strict=True):
         np.testing.assert_array_equal(found.astype(expected.dtype), expected)
@@ -79,6 +78,5 @@ def test_the_smallest_scale_gives_a_valid_graph():
     ],
 )
 def test_invalid_requests_are_rejected(call, message):
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=f"{message}(.|\n)*\n\nhint: "):
         call()
-    assert "\n\nhint: " in str(caught.value)

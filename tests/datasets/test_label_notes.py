@@ -1,21 +1,13 @@
 """Labels that are missing, and gaps in the class numbers."""
 
 import numpy as np
+from training import Listener
 
 import gcnzc
 from gcnzc.datasets.source import describe_missing
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
-
-
-class Listener(NullReporter):
-    def __init__(self):
-        self.said = []
-
-    def say(self, text):
-        self.said.append(text)
 
 
 def test_missing_labels_are_counted():
@@ -41,8 +33,7 @@ def test_a_run_reports_missing_labels_and_distant_classes_of_a_folder(tmp_path, 
     assert "3 of 24 labels are missing" in listener.said
     assert any(said.startswith("warning: the labels have 3 different") for said in listener.said)
     # a number of classes of the source is not doubted
-    named = HeteroGraph.from_arrays(
-        {"a": {"features": X, "labels": LABELS, "classes": map(str, range(256))}}, {}
-    )
+    nodes = {"features": X, "labels": LABELS, "classes": map(str, range(256))}
+    named = HeteroGraph.from_arrays({"a": nodes}, {})
     assert named.nodes("a").classes[255] == "255"
     assert "node type 'a'" not in caplog.text

@@ -22,9 +22,8 @@ def parts(ranked: bool = False, metric: str = "hits@50") -> EdgeSplitArrays:
     random = np.random.default_rng(0)
     sizes = {"train": 60, "valid": 7, "test": 9}
     edges = {part: random.integers(0, 40, (2, size)) for part, size in sizes.items()}
-    negatives = {
-        part: random.integers(0, 40, (sizes[part], 11) if ranked else (2, 30)) for part in PARTS[1:]
-    }
+    shapes = {part: (sizes[part], 11) if ranked else (2, 30) for part in PARTS[1:]}
+    negatives = {part: random.integers(0, 40, shape) for part, shape in shapes.items()}
     return EdgeSplitArrays(edges, negatives, "mrr" if ranked else metric, "time")
 
 

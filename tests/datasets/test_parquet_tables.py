@@ -58,11 +58,6 @@ def check(data, nodes=NODES, edges=EDGES):
     assert sorted(zip(sources, targets, strict=True)) == sorted(pairs)
 
 
-def without_names(frame):
-    frame.index.names = [None] * frame.index.nlevels
-    return frame
-
-
 SHUFFLED = [3, 0, 5, 1, 4, 2]
 
 
@@ -72,13 +67,12 @@ SHUFFLED = [3, 0, 5, 1, 4, 2]
         # of a table that has ids, the index is nothing
         lambda nodes, edges: (nodes.set_index(pd.Index([7, 3, 5, 0, 1, 2])), edges[::-1]),
         lambda nodes, edges: (nodes.set_index("id"), edges.set_index(["src", "dst"])),
-        lambda nodes, edges: (
-            nodes.rename(columns={"id": "who"}).set_index("who"),
-            edges.set_index(["src", "dst"]).rename_axis(["a", "b"]),
-        ),
-        lambda nodes, edges: (
-            without_names(nodes.set_index("id")),
-            without_names(edges.set_index(["src", "dst"])),
+        *(
+            lambda nodes, edges, names=names: (
+                nodes.set_index("id").rename_axis(names[0]),
+                edges.set_index(["src", "dst"]).rename_axis(names),
+            )
+            for names in (["who", "b"], [None, None])
         ),
     ],
 )
@@ -114,9 +108,9 @@ def with_column(name, kind):
         as_categories,
         lambda nodes: nodes.assign(age=nodes["age"].map(str).map(Decimal)),
         lambda nodes: nodes.assign(age=nodes["age"].astype("float16")),
-        lambda nodes: nodes.assign(
-            **{name: nodes[name].str.encode("utf-8") for name in ("id", "label", "split")}
-        ),
+        lambda nodes: nodes.assign(id=nodes["id"].str.encode("utf-8")),
+        lambda nodes: nodes.assign(label=nodes["label"].str.encode("utf-8")),
+        lambda nodes: nodes.assign(split=nodes["split"].str.encode("utf-8")),
         with_column("id", pa.large_string()),
         with_column("label", pa.large_binary()),
         with_column("id", pa.dictionary(pa.int16(), pa.large_string())),
@@ -227,9 +221,7 @@ def test_folders_of_key_and_value_are_columns(tmp_path):
 def test_wrong_folders(tmp_path):
     write_parts(tmp_path / "nodes.parquet", NODES, "part.{}.parquet")
     NODES[:0].drop(columns="age").to_parquet(tmp_path / "nodes.parquet" / "part.4.parquet")
-    with pytest.raises(
-        ValueError, match=r"part.4.parquet has the columns id, level.*, but .*part.0"
-    ):
+    with pytest.raises(ValueError, match=r"part.4.parquet has the columns id, level.*but .*part.0"):
         prepare(tmp_path, None)
     (tmp_path / "nodes.parquet" / "part.4.parquet").unlink()
     (tmp_path / "nodes.parquet" / "_delta_log").mkdir()
@@ -237,33 +229,26 @@ def test_wrong_folders(tmp_path):
         prepare(tmp_path, None)
     (tmp_path / "nodes.parquet" / "_delta_log").rmdir()
     (tmp_path / "nodes.parquet" / "part.csv").write_text("id\n1\n")
-    with pytest.raises(
-        ValueError, match=r"is not a folder of Parquet files: it has the file part."
-    ):
+    with pytest.raises(ValueError, match="is not a folder of Parquet files: it has the file part"):
         prepare(tmp_path, None)
     # an error in a part names it
     (tmp_path / "nodes.parquet" / "part.csv").unlink()
     (tmp_path / "edges.parquet").unlink()
     write_parts(tmp_path / "edges.parquet", EDGES.replace("u5", "eve"), "part.{}.parquet")
-    with pytest.raises(
-        ValueError, match=r"part.1.parquet, row 1, column 'src': no node has the id"
-    ):
+    with pytest.raises(ValueError, match=r"part.1.parquet, row 1, column 'src': no node has the"):
         prepare(tmp_path, None, None)
 
 
 @pytest.mark.parametrize("kept", [0.9, 0.1])
 def test_a_damaged_part_is_named(kept, tmp_path):
-    NODES.to_parquet(tmp_path / "whole.parquet")
     write_parts(tmp_path / "nodes.parquet", NODES, "part.{}.parquet", compression=None)
     path = tmp_path / "nodes.parquet" / "part.1.parquet"
     data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * kept)])
-    with pytest.raises(ValueError, match=r"part.1.parquet cannot be read: .*\n\nhint: write or do"):
-        prepare(tmp_path, None)
-    # the footer is whole, but not the values
-    path.write_bytes(data[:4] + b"\xff" * 300 + data[304:])
-    with pytest.raises(ValueError, match=r"part.1.parquet cannot be read: .*\n\nhint: write or do"):
-        prepare(tmp_path, None)
+    # a part that is cut, and one whose footer is whole, but not the values
+    for damaged in (data[: int(len(data) * kept)], data[:4] + b"\xff" * 300 + data[304:]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"part.1.parquet cannot be read: .*\n\nhint: write"):
+            prepare(tmp_path, None)
 
 
 def test_a_filtered_table_has_no_index_among_its_features(tmp_path):

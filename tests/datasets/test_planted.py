@@ -1,18 +1,10 @@
 import numpy as np
 import pytest
 import scipy.sparse
+from tiny_graph import edges_of, rows_of
 
 from gcnzc.datasets import planted as module
 from gcnzc.datasets.planted import log_posterior, planted
-from gcnzc.datasets.rows import allocate_in_memory
-
-
-def edges_of(graph):
-    return np.concatenate(list(graph.edge_chunks()), axis=1)
-
-
-def features_of(graph):
-    return np.concatenate(list(graph.features.chunks(allocate_in_memory)))
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +27,7 @@ def community(graph):
 def test_the_graph_does_not_depend_on_the_number_of_threads(graph, edges, threads):
     again = planted(60_000, 400_000, 32, 10, seed=3, threads=threads)
     np.testing.assert_array_equal(edges_of(again), edges)
-    np.testing.assert_array_equal(features_of(again), features_of(graph))
+    np.testing.assert_array_equal(rows_of(again.features), rows_of(graph.features))
     np.testing.assert_array_equal(again.labels(), graph.labels())
     assert again.best_accuracy == graph.best_accuracy
 
@@ -44,8 +36,8 @@ def test_the_graph_has_the_requested_sizes(graph, edges):
     assert edges.shape == (2, graph.num_edges) == (2, 400_000)
     assert edges.min() >= 0
     assert edges.max() < graph.num_nodes == 60_000
-    assert features_of(graph).shape == (60_000, 32)
-    assert features_of(graph).dtype == graph.features.dtype == np.float32
+    assert rows_of(graph.features).shape == (60_000, 32)
+    assert rows_of(graph.features).dtype == graph.features.dtype == np.float32
     assert set(np.unique(graph.labels())) == set(range(10))
     assert [len(part) for part in graph.parts.values()] == [32_400, 10_800, 16_800]
 
@@ -88,7 +80,7 @@ def test_the_largest_class_has_three_times_the_nodes_of_the_smallest(community):
 
 
 def test_features_are_the_communities_means_plus_noise(graph, community):
-    features = features_of(graph).astype(np.float64)
+    features = rows_of(graph.features).astype(np.float64)
     means = np.stack([features[community == k].mean(axis=0) for k in range(10)])
     np.testing.assert_allclose(np.linalg.norm(means, axis=1), 2.2, atol=0.15)
     rest = features - means[community]
@@ -105,9 +97,8 @@ def brute_force(blocks, edges, features, node):
         community[node] = k
         mass = np.bincount(community, weight, len(blocks.shares))
         first, second = community[edges]
-        second_by = (
-            blocks.affinity * (first == second) / mass[second] + (1 - blocks.affinity) / mass.sum()
-        )
+        second_by = blocks.affinity * (first == second) / mass[second]
+        second_by += (1 - blocks.affinity) / mass.sum()
         total.append(
             np.log(blocks.shares[community]).sum()
             - ((features - blocks.means[community]) ** 2).sum() / 2
@@ -121,7 +112,7 @@ def test_the_oracle_computes_the_posterior_of_the_model(seed):
     # 12 nodes: loops, equal edges, and communities of a single node all occur
     graph = planted(12, 60, 3, 4, seed=seed)
     blocks = module._draw_blocks(12, 60, 3, 4, seed, 0.75, 2.2, 2.75)
-    edges, features = edges_of(graph), features_of(graph)
+    edges, features = edges_of(graph), rows_of(graph.features)
     assert (edges[0] == edges[1]).any()
     found = log_posterior(blocks, np.arange(12), graph.edge_chunks, iter([features]))
     for node in range(12):
@@ -131,7 +122,7 @@ def test_the_oracle_computes_the_posterior_of_the_model(seed):
 
 def test_no_classifier_exceeds_the_best_accuracy(graph, edges, community):
     test, labels = graph.parts["test"], graph.labels()
-    features = features_of(graph)
+    features = rows_of(graph.features)
     means = np.stack([features[community == k].mean(axis=0) for k in range(10)])
     alone = (features @ means.T - (means**2).sum(axis=1) / 2)[test]
     alone_accuracy = (alone.argmax(axis=1) == labels[test]).mean()
@@ -159,6 +150,5 @@ def test_no_classifier_exceeds_the_best_accuracy(graph, edges, community):
 )
 def test_invalid_parameters_are_rejected(wrong, message):
     sizes = {"num_nodes": 1000, "num_edges": 5000, "num_features": 4, "num_classes": 5}
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=f"{message}(.|\n)*\n\nhint: "):
         planted(**sizes | wrong)
-    assert "\n\nhint: " in str(caught.value)

@@ -1,23 +1,13 @@
 import numpy as np
 import pytest
+from tiny_graph import rows_of
 
-from gcnzc.datasets.rows import (
-    Csr,
-    allocate_in_memory,
-    convert_chunks,
-    no_progress,
-    rows_from_csr,
-)
-
-
-def all_of(table, dtype=np.float32, allow_nan=False):
-    parts = convert_chunks(table, np.dtype(dtype), allow_nan, allocate_in_memory, no_progress)
-    return np.concatenate([part.copy() for part in parts])
+from gcnzc.datasets.rows import Csr, allocate_in_memory, rows_from_csr
 
 
 def test_values_at_equal_positions_are_added():
     csr = Csr(np.array([0, 3, 3]), np.array([1, 1, 0]), np.array([2.0, 3.0, 4.0]))
-    assert all_of(rows_from_csr(csr, 3, "here")).tolist() == [[4, 5, 0], [0, 0, 0]]
+    assert rows_of(rows_from_csr(csr, 3, "here")).tolist() == [[4, 5, 0], [0, 0, 0]]
 
 
 def test_too_little_memory_is_reported():

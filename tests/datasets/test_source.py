@@ -55,18 +55,11 @@ def test_labels_that_are_no_classes_are_rejected(raw, num_classes, words):
         clean_labels(np.array(raw), 3, num_classes, "here")
 
 
-@pytest.mark.parametrize(
-    ("labels", "count"),
-    [
-        ([0, 4, -1], 5),
-        ([-1, -1], 2),
-        ([[0, 1], [1, 1]], 2),
-        ([[0, NAN], [3, NAN]], 4),
-        ([[NAN, NAN]], 2),
-    ],
-)
-def test_classes_are_counted(labels, count):
-    assert count_classes(np.array(labels)) == count
+def test_classes_are_counted():
+    for labels in ([-1, -1], [[0, 1], [1, 1]], [[NAN, NAN]]):
+        assert count_classes(np.array(labels)) == 2
+    assert count_classes(np.array([0, 4, -1])) == 5
+    assert count_classes(np.array([[0, NAN], [3, NAN]])) == 4
 
 
 LABELS = np.array([0, 1, -1, 1, 0, 1])
@@ -89,16 +82,10 @@ def test_nodes_without_a_label_are_removed_from_the_split():
     [
         (parts(test=np.empty(0, int)), r"the test split is empty\n\nhint: "),
         (parts(valid=(2,)), "the valid split is empty: its 1 nodes have no label"),
-        (
-            parts(train=(0, 3)),
-            "node 3 is in the train split and in the test split \\(1 overlapping nodes\\)",
-        ),
+        (parts(train=(0, 3)), "node 3 is in the train split and in the test split .1 overlapping"),
         (parts(train=(0, 4, 0)), "the train split contains node 0 twice"),
         (parts(train=(0, 6)), "the train split contains node 6, but nodes are 0 to 5"),
-        (
-            parts(valid=(False, True, False, False, False, False)),
-            "the valid split is a mask of type bool over the 6 nodes(?s:.*)hint: .*flatnonzero",
-        ),
+        (parts(valid=np.eye(6)[1] == 1), "the valid split is a mask of .*\n\nhint: .*flatnonzero"),
         (parts(train=(0, 0.5)), "the train split has ids of type float64"),
     ],
 )
@@ -114,19 +101,10 @@ def test_edges_to_unknown_nodes_are_rejected():
         check_ends(np.array([0, 10, -1]), 10, "here", first=100)
 
 
-@pytest.mark.parametrize(
-    ("sources", "destinations", "once"),
-    [
-        ([0, 1, 2], [1, 2, 2], True),
-        ([5, 5, 2], [1, 2, 0], True),
-        ([0, 1, 2], [1, 2, 0], False),
-        ([], [], False),
-    ],
-)
 @pytest.mark.parametrize("chunk", [1, 2, 100])
-def test_edges_that_all_point_one_way_are_stored_once(
-    monkeypatch, sources, destinations, once, chunk
-):
+def test_edges_that_all_point_one_way_are_stored_once(monkeypatch, chunk):
     monkeypatch.setattr(source, "CHUNK_BYTES", chunk)
-    found = guess_edge_defaults((np.array(sources), np.array(destinations)))
-    assert (found.bidirected, found.duplicates) == (once, "keep")
+    one_way = ([0, 1, 2], [1, 2, 2]), ([5, 5, 2], [1, 2, 0])
+    for ends in (*one_way, ([0, 1, 2], [1, 2, 0]), ([], [])):
+        found = guess_edge_defaults(tuple(map(np.array, ends)))
+        assert (found.bidirected, found.duplicates) == (ends in one_way, "keep")

@@ -20,6 +20,7 @@ SNAP = """\
 MATRIX = "%%MatrixMarket matrix coordinate {} symmetric\n%----\n% UF Sparse\n3 3 3\n"
 TRIANGLE = [("1", "2"), ("1", "3"), ("2", "3")]
 NAMES = [("ann", "bob"), ("bob", "cid")]
+LINKS = [("0", "11342"), ("0", "824020"), ("11342", "0")]
 
 
 def read(folder, text, file="edges.txt", options=""):
@@ -39,12 +40,8 @@ def edges(graph):
 @pytest.mark.parametrize(
     ("file", "text", "expected"),
     [
-        ("web.txt", SNAP, [("0", "11342"), ("0", "824020"), ("11342", "0")]),
-        (
-            "web.txt.gz",
-            SNAP.replace("\n", "\r\n"),
-            [("0", "11342"), ("0", "824020"), ("11342", "0")],
-        ),
+        ("web.txt", SNAP, LINKS),
+        ("web.txt.gz", SNAP.replace("\n", "\r\n"), LINKS),
         ("out.zachary", "% sym unweighted\n% 3 3 3\n1 2 \n1 3 \n2 3 \n", TRIANGLE),
         ("out.wall", "% asym weighted\n1 2 1 1082\n1   3\t2\t1083\n2\t3 5 1084\n", TRIANGLE),
         ("soc.edges", "% sym unweighted\n1 2\n1 3\n2 3\n", TRIANGLE),
@@ -69,17 +66,9 @@ def edges(graph):
         ("a.csv", "# exported\nsource,target,note\nann,bob,#1\nbob,cid,\n", NAMES),
         ("a.txt", "source|target\nann|bob\nbob|cid\n", NAMES),
         ("a.txt", "from to weight\nann bob 1\nbob cid 2\n", NAMES),
-        (
-            "a.txt",
-            "# of 2024 May\nfrom to weight\nann bob 1\n# of June and July\nbob cid 2\n",
-            NAMES,
-        ),
+        ("a.txt", "# of 2024 May\nfrom to w\nann bob 1\n# of June and July\nbob cid 2\n", NAMES),
         ("a.txt", "% c\nfrom to\n#a bob\nbob cid\n", [("#a", "bob"), ("bob", "cid")]),
-        (
-            "a.txt",
-            "source\ttarget\nNew York, NY\tBoston, MA\nBoston, MA\tNew York, NY\n",
-            [("New York, NY", "Boston, MA"), ("Boston, MA", "New York, NY")],
-        ),
+        ("a.txt", "source\ttarget\nAda, NY\tBow, MA\n", [("Ada, NY", "Bow, MA")]),
         ("a.csv", 'source,target\n"#a",b\n"c#d","%e"\n', [("#a", "b"), ("c#d", "%e")]),
         ("a.csv", "source,target\n#a,b\nc#d,%e\n", [("#a", "b"), ("c#d", "%e")]),
         # a line within a text in quotes
@@ -97,11 +86,7 @@ def test_published_lists_of_edges(file, text, expected, tmp_path):
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        (
-            "a.csv",
-            "#source,target\nann,bob\n",
-            r"'#source,target' may be a row or the names of(.|\n)*hint: comment = \"\" reads it",
-        ),
+        ("a.csv", "#source,target\nann,bob\n", r"'#source,target' may be a row(.|\n)*hint: comm"),
         ("a.csv", "#a,b\n# exported\nann,bob\n", "the comment '#a,b' may be a row"),
         ("a.el", "ann bob\nbob cid\n", "the first line, ann bob, may be an edge or the names"),
         ("a.csv", "ann,bob\n1,2\nbob,cid\n", "the first line, ann,bob, may be an edge"),
@@ -115,11 +100,7 @@ def test_published_lists_of_edges(file, text, expected, tmp_path):
         ("a.mtx", "%%MatrixMarket matrix array real general\n2 2 2\n1\n", "not have the sizes"),
         ("a.mtx", "3 3 2\n1 2\n3 4\n", "line 3, column '1': no node has the id '4'"),
         ("a.dat", "1::5\n2::6\n", r"among 1::5\n\nhint: separator in \[edges\] is the char"),
-        (
-            "a.txt",
-            "1 2 3\n2 3\n",
-            r"line 2: 2 cells, but there are 3 columns\n\nhint: .*' ' is in q",
-        ),
+        ("a.txt", "1 2 3\n2 3\n", r"line 2: 2 cells, but .* 3 columns\n\nhint: .*' ' is in q"),
         ("a.txt", "# c\n\n1 2\n2 3\n3 4 5\n", "Expected 2 fields in line 5, saw 3"),
         ("a.csv", ",source,target\n0,a,b\n", "the first line has '', .*(.|\n)*index=False"),
         ("a.csv", "ann,bob,3\n", r"the first line has '3', which is not the name of a column"),

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from tiny_graph import rows_of
 
 from gcnzc.datasets import typed
-from gcnzc.datasets.rows import allocate_in_memory
 from gcnzc.datasets.typed import ASKED, BOUGHT, BUYS, MAKES, MET, VIEWED, YEAR
 
 SIZES = (4000, 60_000, 16, 5)
@@ -22,7 +22,7 @@ def model():
 
 
 def features_of(graph, node_type):
-    return np.concatenate(list(graph.node_features[node_type].chunks(allocate_in_memory)))
+    return rows_of(graph.node_features[node_type])
 
 
 def test_sizes_types_and_ids(graph):
