@@ -1,17 +1,12 @@
 """The DGL loader behaves as DGL's with rare arguments and empty epochs."""
 
-import importlib.util
-
 import pytest
 import torch
+from dgl_or_skip import dgl
 
 import gcnzc.interop.dgl as interop_dgl
-from gcnzc.interop.dgl import DataLoader, EdgeDataLoader, NodeDataLoader, import_dgl
+from gcnzc.interop.dgl import DataLoader, EdgeDataLoader, NodeDataLoader
 
-if importlib.util.find_spec("dgl") is None:
-    pytest.skip("DGL is not installed", allow_module_level=True)
-
-dgl = import_dgl()
 loading = dgl.dataloading
 NODES, EDGES = 30, 200
 # DGL's own loader advises to
@@ -71,12 +66,8 @@ def test_worker_processes_return_the_minibatches_of_the_process_that_starts_them
 
     def made(epoch, **kwargs):
         loader.set_epoch(epoch)
-        batches = torch.utils.data.DataLoader(
-            loader.dataset,
-            batch_sampler=loader.batch_sampler,
-            collate_fn=loader.collate_fn,
-            **kwargs,
-        )
+        given = {"batch_sampler": loader.batch_sampler, "collate_fn": loader.collate_fn}
+        batches = torch.utils.data.DataLoader(loader.dataset, **given, **kwargs)
         found = []
         for nodes, outputs, blocks in batches:
             assert torch.equal(blocks[0].srcdata["feat"], graph.ndata["feat"][nodes])
@@ -107,9 +98,8 @@ def test_a_node_data_loader_has_the_arguments_of_older_versions(graph):
     assert type(loader) is DataLoader
     assert ids_of(loader) == ids_of(DataLoader(*given, **options))
     feat, label = torch.rand(NODES, 3), torch.arange(NODES)
-    loader = NodeDataLoader(
-        *given, load_input={"feat": feat}, load_output={"label": label}, async_load=True
-    )
+    loaded = {"load_input": {"feat": feat}, "load_output": {"label": label}}
+    loader = NodeDataLoader(*given, **loaded, async_load=True)
     inputs, outputs, blocks = next(iter(loader))
     assert torch.equal(blocks[0].srcdata["feat"], feat[inputs])
     assert torch.equal(blocks[-1].dstdata["label"], label[outputs])
@@ -122,11 +112,8 @@ def test_an_edge_data_loader_has_the_arguments_of_older_versions(graph, is_given
     graph = dgl.graph((torch.cat([src, dst]), torch.cat([dst, src])))
     reverse = torch.cat([torch.arange(EDGES) + EDGES, torch.arange(EDGES)])
     options = {"batch_size": 50, "shuffle": True, "num_workers": 1, "seed": 1}
-    edges = {
-        "exclude": "reverse_id",
-        "reverse_eids": reverse,
-        "negative_sampler": loading.negative_sampler.Uniform(2),
-    }
+    edges = {"exclude": "reverse_id", "reverse_eids": reverse}
+    edges["negative_sampler"] = loading.negative_sampler.Uniform(2)
     predicted = loading.as_edge_prediction_sampler(loading.NeighborSampler([3]), **edges)
     if is_given:
         loader = EdgeDataLoader(graph, torch.arange(EDGES), predicted, **options)

@@ -1,25 +1,19 @@
 """The PyG loaders behave as PyG's with rare arguments and empty epochs."""
 
-import importlib.util
-
 import pytest
 import torch
-
-if importlib.util.find_spec("torch_geometric") is None:
-    pytest.skip("PyG is not installed", allow_module_level=True)
+from pyg_or_skip import pyg
+from torch_geometric.data import Data
+from torch_geometric.nn import GraphSAGE
+from torch_geometric.sampler.base import NumNeighbors
 
 import gcnzc.interop.pyg as interop_pyg
 from gcnzc import FeatureTable
 from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader
-from gcnzc.interop.pyg.importing import import_pyg
-
-pyg = import_pyg()
-import torch_geometric.nn  # noqa: E402, F401
-from torch_geometric.data import Data  # noqa: E402
-from torch_geometric.sampler.base import NumNeighbors  # noqa: E402
 
 NODES, EDGES = 30, 200
-NO_NODES = torch.zeros(NODES, dtype=torch.bool)
+NO_NODES, NO_EDGES = torch.zeros(NODES, dtype=torch.bool), torch.empty(2, 0, dtype=torch.int64)
+NO_LINKS = {"edge_label_index": NO_EDGES}
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +32,8 @@ def data():
         (NeighborLoader, {"input_nodes": torch.arange(3), "batch_size": 4, "drop_last": True}),
         (NeighborLoader, {"input_nodes": NO_NODES}),
         (NeighborLoader, {"input_nodes": []}),
-        (LinkNeighborLoader, {"edge_label_index": torch.empty(2, 0, dtype=torch.int64)}),
-        (
-            LinkNeighborLoader,
-            {
-                "edge_label_index": torch.empty(2, 0, dtype=torch.int64),
-                "edge_label": torch.empty(0),
-                "neg_sampling": "binary",
-            },
-        ),
+        (LinkNeighborLoader, NO_LINKS),
+        (LinkNeighborLoader, NO_LINKS | {"edge_label": NO_EDGES[0], "neg_sampling": "binary"}),
         (LinkNeighborLoader, {"batch_size": EDGES + 1, "drop_last": True}),
     ],
 )
@@ -90,7 +77,7 @@ def test_data_may_have_no_edges_and_tables_replace_attributes(data):
 
 
 def test_pygs_layerwise_inference_accepts_the_loader(data):
-    model = pyg.nn.GraphSAGE(4, hidden_channels=8, num_layers=2, out_channels=3).eval()
+    model = GraphSAGE(4, hidden_channels=8, num_layers=2, out_channels=3).eval()
     loader = NeighborLoader(data, [-1], batch_size=7)
     with torch.no_grad():
         expected = model(data.x, data.edge_index)

@@ -1,22 +1,18 @@
 """DGL is imported with any version of torch, and its sampler works as a sampler of `Loader`."""
 
-import importlib.util
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+from libraries import needs_dgl
 
 import gcnzc.interop.dgl as interop_dgl
 from gcnzc.graph.graph import Graph
 from gcnzc.interop.dgl import DglSampler, import_dgl
 from gcnzc.interop.dgl import importing as door
 from gcnzc.sampling.neighbor import Sampler
-
-needs_dgl = pytest.mark.skipif(
-    importlib.util.find_spec("dgl") is None, reason="DGL has no wheel for this Python"
-)
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +62,8 @@ print(sampler.sample(torch.arange(40), 5).nodes.tolist())
 def test_new_processes_import_dgl_quietly_and_sample_the_same(tmp_path):
     # warnings are errors but inside the import, and an empty home has no settings of DGL
     env = {"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
-    pipe = subprocess.PIPE
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM], env=env, stdout=pipe, stderr=pipe, text=True
-        )
-        for _ in range(2)
-    ]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
+    runs = [subprocess.Popen([sys.executable, "-c", PROGRAM], **options) for _ in range(2)]
     (first, noise), (second, _) = (run.communicate() for run in runs)
     assert noise == ""
     assert first.startswith("[0, 1, 2, 3")

@@ -1,28 +1,19 @@
 """The drop-in loader for DGL: its arguments, its minibatches, and what it rejects."""
 
-import importlib.util
 import inspect
 
 import pytest
 import torch
+from dgl_or_skip import dgl
+from interop.test_dgl_hetero import check_blocks, check_data
 
 from gcnzc import FeatureTable
-from gcnzc.interop.dgl import DataLoader, import_dgl
-from gcnzc.interop.dgl.importing import check_cuda
+from gcnzc.interop.dgl import DataLoader
 
-if importlib.util.find_spec("dgl") is None:
-    pytest.skip("DGL is not installed", allow_module_level=True)
-
-from interop.test_dgl_hetero import check_blocks
-
-dgl = import_dgl()
 loading = dgl.dataloading
 NODES, EDGES = 400, 2500
-PREFETCH = {
-    "prefetch_node_feats": ["feat"],
-    "prefetch_labels": ["label"],
-    "prefetch_edge_feats": ["weight"],
-}
+PREFETCH = {"prefetch_node_feats": ["feat"], "prefetch_labels": ["label"]}
+PREFETCH["prefetch_edge_feats"] = ["weight"]
 
 
 def make_graph(idtype=torch.int64, num_nodes=NODES):
@@ -43,25 +34,14 @@ def graph():
     return make_graph()
 
 
-def check_data(graph, block, names=("feat", "label", "cube")):
-    for name in names:
-        assert torch.equal(block.srcdata[name], graph.ndata[name][block.srcdata[dgl.NID].long()])
-        assert torch.equal(block.dstdata[name], graph.ndata[name][block.dstdata[dgl.NID].long()])
-    assert torch.equal(block.edata["weight"], graph.edata["weight"][block.edata[dgl.EID].long()])
-
-
 def test_the_signature_begins_with_dgls():
     theirs = inspect.signature(loading.DataLoader.__init__).parameters
     ours = inspect.signature(DataLoader.__init__).parameters
     given = [name for name in theirs if name != "kwargs"]
     assert list(ours)[: len(given)] == given
-    assert {name: ours[name].default for name in given} == {
-        name: theirs[name].default for name in given
-    }
+    assert all(ours[name].default == theirs[name].default for name in given)
     more = list(ours)[len(given) :]
-    assert more == [
-        *("sampler_library", "seed", "rank", "world_size", "threads", "ahead", "tables", "kwargs")
-    ]
+    assert " ".join(more) == "sampler_library seed rank world_size threads ahead tables kwargs"
     assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in more[:-1])
 
 
@@ -96,11 +76,7 @@ def test_blocks_have_the_fields_of_dgls_own_loader(graph, sampler, sampler_libra
             assert mine.canonical_etypes == other.canonical_etypes
             assert (mine.idtype, mine.device) == (other.idtype, other.device)
             for kind in ("srcdata", "dstdata", "edata"):
-                mine_data, other_data = getattr(mine, kind), getattr(other, kind)
-                assert set(mine_data) == set(other_data), kind
-                for name in mine_data:
-                    assert mine_data[name].dtype == other_data[name].dtype
-                    assert mine_data[name].shape[1:] == other_data[name].shape[1:]
+                assert set(getattr(mine, kind)) == set(getattr(other, kind)), kind
             check_data(graph, mine)
 
 
@@ -139,14 +115,11 @@ def test_data_may_be_replaced_between_epochs_and_by_tables():
         assert torch.equal(blocks[0].srcdata["feat"], tables["feat"].gather(inputs))
 
 
-def test_use_ddp_requires_a_process_group(graph):
-    with pytest.raises((RuntimeError, ValueError), match="process group"):
-        DataLoader(graph, torch.arange(9), loading.NeighborSampler([3]), use_ddp=True)
-
-
 def test_use_ddp_shares_the_items_among_the_default_process_group(graph):
     import torch.distributed as dist
 
+    with pytest.raises((RuntimeError, ValueError), match="process group"):
+        DataLoader(graph, torch.arange(9), loading.NeighborSampler([3]), use_ddp=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         loader = DataLoader(graph, torch.arange(9), loading.NeighborSampler([3]), use_ddp=True)
@@ -157,20 +130,19 @@ def test_use_ddp_shares_the_items_among_the_default_process_group(graph):
 
 NEIGHBORS = loading.NeighborSampler([3])
 HETERO = dgl.heterograph({("a", "x", "b"): ([0, 1], [1, 0]), ("b", "y", "a"): ([0], [1])})
-BY_TYPE = {"exclude": "reverse_types", "reverse_etypes": {"_E": "_E"}}
 
 
 def sampler(**options):
     return {"graph_sampler": loading.NeighborSampler([3], **options)}
 
 
-def with_negatives(sample):
-    return loading.as_edge_prediction_sampler(NEIGHBORS, negative_sampler=sample)
+def predicted(**options):
+    return {"graph_sampler": loading.as_edge_prediction_sampler(NEIGHBORS, **options)}
 
 
 def test_negatives_may_be_those_of_a_user(graph):
-    drawn = with_negatives(lambda g, edges: (g.find_edges(edges)[0], edges % NODES))
-    for _, pairs, negatives, _ in DataLoader(graph, torch.arange(50), drawn, batch_size=20):
+    drawn = predicted(negative_sampler=lambda g, edges: (g.find_edges(edges)[0], edges % NODES))
+    for _, pairs, negatives, _ in DataLoader(graph, torch.arange(50), **drawn, batch_size=20):
         edges = pairs.edata[dgl.EID]
         src, dst = (negatives.ndata[dgl.NID][ids] for ids in negatives.edges(order="eid"))
         assert torch.equal(src, graph.find_edges(edges)[0])
@@ -185,25 +157,16 @@ def test_negatives_may_be_those_of_a_user(graph):
         ({"graph_sampler": loading.ShaDowKHopSampler([3])}, "does not support a ShaDowKHopSampler"),
         ({"graph_sampler": loading.SAINTSampler("node", 9)}, "does not support a SAINTSampler"),
         (sampler(output_device="cuda"), "does not support a sampler's output_device cuda"),
-        (
-            sampler(prefetch_node_feats=["nothing"]),
-            "prefetch_node_feats has 'nothing', but the graph's node data has 'feat'",
-        ),
-        (sampler(prefetch_labels=["nothing"]), r"prefetch_labels has 'nothing'"),
-        (
-            sampler(prefetch_edge_feats=["feat"]),
-            r"prefetch_edge_feats has 'feat', but the graph's edge data has 'weight'",
-        ),
-        (
-            {"graph_sampler": loading.as_edge_prediction_sampler(NEIGHBORS, **BY_TYPE)},
-            "does not support reverse_etypes",
-        ),
+        (sampler(prefetch_node_feats=["no"]), "prefetch_node_feats has 'no', .* data has 'feat'"),
+        (sampler(prefetch_labels=["no"]), r"prefetch_labels has 'no'"),
+        (sampler(prefetch_edge_feats=["feat"]), "edge_feats has 'feat', .* data has 'weight'"),
+        (predicted(exclude="reverse_types", reverse_etypes={}), "does not support reverse_etypes"),
         ({"gpu_cache": {"node": {"feat": 9}}}, r"does not support gpu_cache(.|\n)*gcnzc\.cached"),
         ({"sampler": "dgl"}, "sampler is 'dgl', not an order"),
         ({"sampler_library": "pyg"}, "sampler_library is 'pyg'"),
         ({"collate_fn": print}, "does not support collate_fn"),
         ({"batchsize": 3}, "DataLoader has no argument batchsize"),
-        ({"graph_sampler": with_negatives(lambda *_: 5)}, "returned a int, not two tensors"),
+        (predicted(negative_sampler=lambda *_: 5), "returned a int, not two tensors"),
         ({"sampler": [1], "shuffle": True}, "mutually exclusive with shuffle"),
         ({"sampler": [1], "rank": 0, "world_size": 2}, "a sampler was given as well"),
         ({"rank": 0}, "rank 0 and world_size None"),
@@ -212,7 +175,6 @@ def test_negatives_may_be_those_of_a_user(graph):
         ({"indices": torch.tensor([1, NODES])}, "reach from 1 to 400, but the graph has 400 nodes"),
         ({"indices": torch.tensor([-1])}, "reach from -1 to -1"),
         ({"indices": torch.tensor([3, 4, 3])}, "index 3 occurs twice"),
-        ({"batch_size": None}, "does not support batch_size=None"),
         ({"device": "meta"}, "device meta"),
     ],
 )
@@ -229,15 +191,8 @@ def test_fanouts_by_edge_type_are_sampled_by_dgl(graph):
     check_blocks(graph, next(iter(loader))[2], [3])
 
 
-def test_a_gpu_that_dgl_does_not_support_is_reported():
+def test_a_gpu_that_dgl_does_not_support_is_reported(graph):
     if torch.cuda.is_available():
         pytest.skip("torch has CUDA, and DGL may")
     with pytest.raises(RuntimeError, match=r"does not support blocks on cuda(.|\n)*gcnzc\.Loader"):
-        check_cuda(torch.device("cuda"))
-
-
-def test_use_uva_selects_a_gpu(graph):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(RuntimeError, match="does not support blocks on cuda"):
         DataLoader(graph, torch.arange(9), NEIGHBORS, use_uva=True)

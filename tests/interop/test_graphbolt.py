@@ -1,18 +1,14 @@
 """Tables as GraphBolt features, where GraphBolt works, and elsewhere with a stand-in."""
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
 import torch
+from libraries import needs_dgl
 
 from gcnzc import FeatureTable
 from gcnzc.interop import graphbolt
 from gcnzc.interop.dgl import graphbolt_works, import_dgl
-
-needs_dgl = pytest.mark.skipif(
-    importlib.util.find_spec("dgl") is None, reason="DGL has no wheel for this Python"
-)
 
 
 class Feature:

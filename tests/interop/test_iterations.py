@@ -1,21 +1,15 @@
 """Each iteration is an epoch of its own; seeds come from torch; attributes may be on a GPU."""
 
-import importlib.util
 import pickle
 from functools import partial
 
 import pytest
 import torch
-
-if importlib.util.find_spec("torch_geometric") is None:
-    pytest.skip("PyG is not installed", allow_module_level=True)
+from interop import test_pyg_hetero as typed
+from pyg_or_skip import pyg
+from pyg_recorded import assert_same
 
 from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader
-from gcnzc.interop.pyg.importing import import_pyg
-
-pyg = import_pyg()
-from interop import test_pyg_hetero as typed  # noqa: E402
-from pyg_recorded import assert_same  # noqa: E402
 
 ITEMS = 20
 
@@ -31,18 +25,23 @@ def make_data():
     )
 
 
+OPTIONS = {"batch_size": 5, "shuffle": True, "threads": 1}
+
+
 def make(**kwargs):
-    return NeighborLoader(
-        make_data(), [2, 2], **({"batch_size": 5, "shuffle": True, "threads": 1} | kwargs)
-    )
+    return NeighborLoader(make_data(), [2, 2], **(OPTIONS | kwargs))
 
 
 def drawn(batch):
     return batch.input_id.tolist(), batch.n_id.tolist()
 
 
+def node_epoch(loader):
+    return [drawn(batch) for batch in loader]
+
+
 def epochs_of(loader, count):
-    return [[drawn(batch) for batch in loader] for _ in range(count)]
+    return [node_epoch(loader) for _ in range(count)]
 
 
 def test_loaders_are_instances_of_torchs_and_pygs_classes():
@@ -55,18 +54,10 @@ def test_loaders_are_instances_of_torchs_and_pygs_classes():
     assert issubclass(dgl.DataLoader, torch.utils.data.DataLoader)
 
 
-def node_epoch(loader):
-    return [drawn(batch) for batch in loader]
-
-
 def make_link_loader(**kwargs):
-    return LinkNeighborLoader(
-        make_data(),
-        [2, 2],
-        edge_label_index=make_data().edge_index[:, :ITEMS],
-        neg_sampling="binary",
-        **({"batch_size": 5, "shuffle": True, "threads": 1} | kwargs),
-    )
+    edges = make_data().edge_index[:, :ITEMS]
+    options = OPTIONS | {"neg_sampling": "binary"} | kwargs
+    return LinkNeighborLoader(make_data(), [2, 2], edges, **options)
 
 
 def link_epoch(loader):
@@ -74,16 +65,14 @@ def link_epoch(loader):
 
 
 def make_dgl_loader(**kwargs):
-    if importlib.util.find_spec("dgl") is None:
-        pytest.skip("DGL is not installed")
-    from gcnzc.interop.dgl import DataLoader, import_dgl
+    from dgl_or_skip import dgl
 
-    dgl = import_dgl()
+    from gcnzc.interop.dgl import DataLoader
+
     graph = dgl.graph(tuple(make_data().edge_index), num_nodes=ITEMS)
     graph.ndata["x"] = make_data().x
     sampler = dgl.dataloading.NeighborSampler([2, 2], prefetch_node_feats=["x"])
-    given = {"batch_size": 5, "shuffle": True, "threads": 1} | kwargs
-    return DataLoader(graph, torch.arange(ITEMS), sampler, **given)
+    return DataLoader(graph, torch.arange(ITEMS), sampler, **(OPTIONS | kwargs))
 
 
 def dgl_epoch(loader):

@@ -56,14 +56,9 @@ class Model(lightning.LightningModule):
 
 
 def trainer(folder, **kwargs):
-    quiet = {
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "logger": False,
-        "accelerator": "cpu",
-        "default_root_dir": folder,
-    }
-    return lightning.Trainer(**(quiet | {"enable_checkpointing": False} | kwargs))
+    names = "logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"
+    options = dict.fromkeys(names, False) | {"accelerator": "cpu", "default_root_dir": folder}
+    return lightning.Trainer(**(options | kwargs))
 
 
 def fit(data, folder, checkpoint=None, **kwargs):

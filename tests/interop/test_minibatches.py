@@ -1,7 +1,6 @@
 """Code that the drop-in loaders share: torch's arguments, random numbers, columns, devices."""
 
 import gc
-import importlib.util
 import inspect
 import weakref
 from contextlib import ExitStack
@@ -10,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from bits import tensors_of
+from libraries import needs_pyg
 from transfer_programs import checked, replaced_threads
 
 from gcnzc import FeatureTable
@@ -18,9 +18,6 @@ from gcnzc.interop.options import ORDERING, WITHOUT_EFFECT
 from gcnzc.loader.transfer import Transfer
 
 CPU = torch.device("cpu")
-needs_pyg = pytest.mark.skipif(
-    importlib.util.find_spec("torch_geometric") is None, reason="PyG is not installed"
-)
 
 
 def test_every_argument_of_torchs_dataloader_is_classified():
@@ -61,14 +58,10 @@ def test_columns_of_every_shape_are_gathered(make, ids):
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_columns_may_be_tables_and_sparse_rows():
     rows, ids = torch.randn(9, 4), torch.tensor([2, 2, 7])
-    table = FeatureTable.quantized(rows)
-    assert torch.equal(
-        Column("x", table, 9, CPU, ExitStack()).gather_in_thread(ids), table.gather(ids)
-    )
-    sparse = FeatureTable((rows * (rows > 0)).to_sparse_csr()).rows
-    assert torch.equal(
-        Column("x", sparse, 9, CPU, ExitStack()).gather_in_thread(ids), sparse.to_dense()[ids]
-    )
+    table, sparse = FeatureTable.quantized(rows), (rows * (rows > 0)).to_sparse_csr()
+    for given, expected in ((table, table.gather(ids)), (sparse, sparse.to_dense()[ids])):
+        found = Column("x", given, 9, CPU, ExitStack()).gather_in_thread(ids)
+        assert torch.equal(found, expected)
 
 
 @needs_pyg

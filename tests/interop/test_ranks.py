@@ -83,18 +83,10 @@ def train_with_lightning(folder):
                 trainer.save_checkpoint(folder / "within.ckpt")
 
     def trainer(*callbacks):
-        return lightning.Trainer(
-            callbacks=list(callbacks),
-            accelerator="cpu",
-            strategy="ddp",
-            devices=RANKS,
-            max_epochs=EPOCHS,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-        )
+        names = "logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"
+        options = dict.fromkeys(names, False) | {"accelerator": "cpu", "default_root_dir": folder}
+        options |= {"strategy": "ddp", "devices": RANKS, "max_epochs": EPOCHS}
+        return lightning.Trainer(callbacks=list(callbacks), **options)
 
     found = {}
     # Lightning makes a loader anew from its attributes, or from the arguments that a hook gave
@@ -135,12 +127,8 @@ def load_without_ranks():
     import torch.distributed as dist
 
     warned = []
-    for kwargs in (
-        {},
-        {},
-        {"rank": 0, "world_size": 1},
-        {"rank": dist.get_rank(), "world_size": 2},
-    ):
+    ranks = {"rank": 0, "world_size": 1}, {"rank": dist.get_rank(), "world_size": 2}
+    for kwargs in ({}, {}, *ranks):
         for name, loader in make_loaders(**kwargs).items():
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -167,10 +155,8 @@ def train_with_accelerate(num_workers=0):
     found = {}
     for name, loader in make_loaders(num_workers=num_workers).items():
         prepared = accelerator.prepare(loader)
-        found[name] = [
-            [(items_of(name, batch), drawn(name, batch)) for batch in prepared]
-            for _ in range(EPOCHS)
-        ]
+        epochs = (list(prepared) for _ in range(EPOCHS))
+        found[name] = [[(items_of(name, b), drawn(name, b)) for b in epoch] for epoch in epochs]
     return found
 
 
@@ -206,9 +192,8 @@ def found(tmp_path_factory):
 def check_shares_of_accelerate(found):
     found = [of_rank["accelerate"] for of_rank in found]
     for name in ("nodes", "links", "dgl"):
-        epochs = [
-            [[items for items, _ in rank[name][epoch]] for rank in found] for epoch in range(EPOCHS)
-        ]
+        of_epochs = zip(*(rank[name] for rank in found), strict=True)
+        epochs = [[[items for items, _ in share] for share in epoch] for epoch in of_epochs]
         for epoch in epochs:
             assert [[len(part) for part in share] for share in epoch] == [[4, 4, 4]] * RANKS
             taken = [item for share in epoch for part in share for item in part]
