@@ -43,13 +43,6 @@ def both(
     return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
 
 
-def ring(num_nodes: int, hops: int) -> tuple[Tensor, Tensor]:
-    """Return (indptr, indices) where node t hears its `hops` predecessors."""
-    steps = torch.arange(1, hops + 1)
-    indices = (torch.arange(num_nodes)[:, None] - steps) % num_nodes
-    return torch.arange(num_nodes + 1) * hops, indices.flatten()
-
-
 # the interpreter cuts half precision where a GPU rounds
 ERRORS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2.0**-10}
 ERRORS |= {torch.bfloat16: 2.0**-7}

@@ -7,6 +7,7 @@ from torch.nn import functional
 from gcnzc.graph.graph import Graph
 from gcnzc.models import gnn
 
+KINDS = {"sage": gnn.SAGE, "gcn": gnn.GCN, "gin": gnn.GIN, "gat": gnn.GAT, "gatv2": gnn.GATv2}
 MODELS = {
     "sage": lambda *sizes, **options: gnn.SAGE(*sizes, norm="batch", **options),
     "gcn": gnn.GCN,
@@ -88,20 +89,11 @@ def dense_layer(layer, adjacency, x):
     return out if layer.skip is None else out + layer.skip(x)
 
 
-def dense_forward(
-    model,
-    adjacency,
-    x,
-    *,
-    norm="none",
-    residual=False,
-    input_linear=False,
-    jumping="none",
-    output_linear=False,
-    pre_norm=False,
-    pre_activation=False,
-):
+def dense_forward(model, adjacency, x, *, norm="none", jumping="none", **options):
     """Compute the logits of all nodes, in the order of the papers' equations."""
+    pre_norm, pre_activation, residual = (
+        options.get(name, False) for name in ("pre_norm", "pre_activation", "residual")
+    )
 
     def normalized(index, rows):
         module = model.norms[index]
@@ -111,7 +103,7 @@ def dense_forward(
         return rows * module.weight + module.bias
 
     activation = functional.elu if isinstance(model, gnn.GAT) else functional.relu
-    if input_linear:
+    if options.get("input_linear"):
         x = x @ model.input_linear.weight.T + model.input_linear.bias
     hidden = []
     for index, layer in enumerate(model.layers):
@@ -127,7 +119,7 @@ def dense_forward(
         out = dense_layer(layer, adjacency, x)
         if residual:
             out = out + x @ model.residuals[index].weight.T + model.residuals[index].bias
-        if index == len(model.layers) - 1 and not output_linear:
+        if index == len(model.layers) - 1 and not options.get("output_linear"):
             return out
         if norm != "none" and not pre_norm:
             out = normalized(index, out)

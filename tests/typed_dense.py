@@ -38,15 +38,6 @@ def features(seed: int = 1) -> dict[str, Tensor]:
     }
 
 
-def adjacency(graph: HeteroGraph, edge_type: EdgeType) -> Tensor:
-    """A[d, s]: how many edges s -> d."""
-    sources, targets = graph.edges(edge_type).edge_index()
-    matrix = torch.zeros(
-        graph.num_nodes(edge_type[2]), graph.num_nodes(edge_type[0]), dtype=torch.float64
-    )
-    return matrix.index_put((targets, sources), torch.ones(()).double(), accumulate=True)
-
-
 def edge_index(graph: HeteroGraph) -> dict[EdgeType, Tensor]:
     """PyG's edge_index_dict."""
     return {each: graph.edges(each).edge_index() for each in graph.edge_types}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from by_hand import MODELS, dense, dense_forward, made, random_graph
+from by_hand import KINDS, MODELS, dense, dense_forward, made, random_graph
 from torch import nn
 from torch.nn.functional import cross_entropy, relu
 
@@ -57,26 +57,19 @@ def pyg_model(kind, model):
     for layer in model.layers:
         sizes = (layer.in_features, layer.out_features)
         if kind == "sage":
-            conv, weights = pyg.SAGEConv(*sizes), None
-            pairs = zip(
-                (conv.lin_l.weight, conv.lin_l.bias, conv.lin_r.weight),
-                (layer.neighbours.weight, layer.neighbours.bias, layer.own.weight),
-                strict=True,
-            )
+            conv = pyg.SAGEConv(*sizes)
+            theirs = conv.lin_l.weight, conv.lin_l.bias, conv.lin_r.weight
+            ours = layer.neighbours.weight, layer.neighbours.bias, layer.own.weight
         elif kind == "gcn":
             conv = pyg.GCNConv(*sizes)
-            weights = (layer.weight, layer.bias)
-            pairs = zip((conv.lin.weight, conv.bias), weights, strict=True)
+            theirs, ours = (conv.lin.weight, conv.bias), (layer.weight, layer.bias)
         else:
             conv = pyg.GATConv(*sizes, layer.heads, concat=layer.concatenate)
-            weights = (*(layer.weight, layer.source_attention, layer.target_attention, layer.bias),)
-            theirs = (conv.lin.weight, conv.att_src, conv.att_dst, conv.bias)
-            pairs = zip(theirs, weights, strict=True)
-        conv = conv.double()
-        pairs = list(pairs)
-        with torch.no_grad():
-            for theirs, ours in pairs:
-                theirs.data = ours.detach().view(theirs.shape).clone()
+            theirs = conv.lin.weight, conv.att_src, conv.att_dst, conv.bias
+            ours = layer.weight, layer.source_attention, layer.target_attention, layer.bias
+        pairs = list(zip(theirs, ours, strict=True))
+        for parameter, own in pairs:
+            parameter.data = own.detach().view(parameter.shape).clone()
         convolutions.append((conv, pairs))
     return convolutions
 
@@ -84,9 +77,8 @@ def pyg_model(kind, model):
 @pytest.mark.parametrize("kind", ["sage", "gcn", "gat"])
 def test_outputs_and_gradients_equal_those_of_pyg_on_the_whole_graph(kind):
     graph = random_graph()
-    kinds = {"sage": gnn.SAGE, "gcn": gnn.GCN, "gat": gnn.GAT}
     options = {"heads": 2, "skip": False, "activation": "relu"} if kind == "gat" else {}
-    model = kinds[kind](6, 5, 3, 2, dropout=0.0, **options).double()
+    model = KINDS[kind](6, 5, 3, 2, dropout=0.0, **options).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     convolutions = pyg_model(kind, model)

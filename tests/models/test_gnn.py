@@ -65,17 +65,11 @@ def test_errors_state_what_does_not_match():
     x = table.gather(batch.nodes)
     with pytest.raises(ValueError, match="3 blocks for a model of 2 layers"):
         model(batch.blocks, x)
-    with pytest.raises(
-        ValueError, match="the features have 6 columns, but the model expects 5\n\nhint:"
-    ):
+    with pytest.raises(ValueError, match="6 columns, but the model expects 5\n\nhint:"):
         model(batch.blocks[:2], torch.randn(len(x), 6))
     with pytest.raises(ValueError, match=r"4 rows of features for a first block of \d+ sources"):
         model(batch.blocks[:2], x[:4])
-    with pytest.raises(ValueError, match="num_layers is 0, but must be at least 1\n\nhint:"):
-        gnn.GCN(5, 4, 3, 0)
-    with pytest.raises(ValueError, match=r"input_dropout is 1.0\n\nhint:"):
-        gnn.GCN(5, 4, 3, input_dropout=1.0)
-    with pytest.raises(ValueError, match=r"attention_dropout is -0.1\n\nhint:"):
-        gnn.GAT(5, 4, 3, attention_dropout=-0.1)
-    with pytest.raises(ValueError, match="heads is 0"):
-        gnn.GAT(5, 4, 3, heads=0)
+    wrong = {"num_layers": 0, "input_dropout": 1.0, "attention_dropout": -0.1, "heads": 0}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=rf"{name} is {value}.*\n\nhint:"):
+            gnn.GAT(5, 4, 3, **{name: value})

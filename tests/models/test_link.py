@@ -35,9 +35,8 @@ def test_a_batch_gets_logits_for_its_seeds(model):
     src, dst = torch.randint(0, 30, (2, 100))
     graph = Graph.from_edges(src, dst, 30)
     features = torch.randn(30, 5)
-    batch = LinkSampler(graph, torch.stack([src, dst]), [-1, -1], exclude="none").sample(
-        torch.arange(20), 0
-    )
+    sampler = LinkSampler(graph, torch.stack([src, dst]), [-1, -1], exclude="none")
+    batch = sampler.sample(torch.arange(20), 0)
     model.eval()
     logits = model(batch.blocks, features[batch.nodes], batch.pairs)
     rows = inference(model.encoder, graph, FeatureTable(features))

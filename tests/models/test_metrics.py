@@ -90,9 +90,8 @@ def link_evaluator(evaluator):
 @pytest.fixture(params=["all different", "many equal"])
 def pair_scores(request):
     generator = torch.Generator().manual_seed(0)
-    positives, negatives = torch.randn(300, generator=generator) + 0.5, torch.randn(
-        300, 40, generator=generator
-    )  # fmt: skip
+    positives = torch.randn(300, generator=generator) + 0.5
+    negatives = torch.randn(300, 40, generator=generator)
     if request.param == "many equal":
         positives, negatives = positives.round(), negatives.round()
     return positives, negatives
@@ -155,19 +154,14 @@ def test_losses_of_shares_have_the_mean_of_the_whole_with_unknown_labels():
     torch.testing.assert_close(compute_loss(logits, labels, known_per_seed=3.0), expected)
 
 
-@pytest.mark.parametrize(
-    ("metric", "rows"), [("f1", 2), ("mrr", 1), ("hits@0", 1), ("hits@x", 1), ("hits@-1", 2)]
-)
-def test_metrics_of_pairs_that_are_unknown_are_rejected(metric, rows):
-    negatives = torch.randn((3, 4)[:rows])
-    with pytest.raises(ValueError, match=rf"{metric}(?s:.*)hint: "):
-        score_pairs(torch.randn(3), negatives, metric)
-
-
-@pytest.mark.parametrize("shapes", [(0, 4), (4, 0)])
-def test_pairs_of_one_kind_alone_have_no_score(shapes):
-    with pytest.raises(ValueError, match=r"hint: a score needs at least one of each"):
-        score_pairs(*map(torch.randn, shapes), "hits@1")
+def test_metrics_of_pairs_that_are_unknown_or_have_no_score_are_rejected():
+    rows = {"f1": 2, "mrr": 1, "hits@0": 1, "hits@x": 1, "hits@-1": 2}
+    for metric, dimensions in rows.items():
+        with pytest.raises(ValueError, match=rf"{metric}(?s:.*)hint: "):
+            score_pairs(torch.randn(3), torch.randn((3, 4)[:dimensions]), metric)
+    for shapes in ((0, 4), (4, 0)):
+        with pytest.raises(ValueError, match=r"hint: a score needs at least one of each"):
+            score_pairs(*map(torch.randn, shapes), "hits@1")
 
 
 def test_metrics_of_nodes_that_do_not_fit_the_labels_are_rejected():

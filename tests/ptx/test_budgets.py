@@ -63,11 +63,8 @@ def test_gathers_of_unaligned_float32_rows_leave_registers_to_other_kernels(arch
 
 
 def test_each_lane_has_the_configured_vectors_in_flight(arch):
-    found = {
-        launch: line
-        for (launch, _, of), line in BUDGETS.items()
-        if of == arch and " vectors" in launch
-    }
+    lines = {launch: line for (launch, _, of), line in BUDGETS.items() if of == arch}
+    found = {launch: line for launch, line in lines.items() if " vectors" in launch}
     # that of the default configuration is recorded as that of its layout
     assert len(found) == len(SHAPES) - 1
     for launch, line in found.items():

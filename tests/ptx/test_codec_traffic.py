@@ -1,7 +1,5 @@
 """Sectors that the compiled kernels of sign compression touch: each byte is moved once."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -93,9 +91,8 @@ def test_each_sector_of_bits_is_touched_once(with_active, ptx):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize(
-    ("name", "with_active"), [*itertools.product(VECTOR_ARGUMENTS, [False, True])]
-)
+@pytest.mark.parametrize("name", VECTOR_ARGUMENTS)
+@pytest.mark.parametrize("with_active", [False, True])
 def test_only_the_last_chunk_of_a_ragged_vector_is_read_by_elements(name, with_active, ptx):
     num_elements, tail = 4 * BLOCK + 105, 105
     found = Vectors(num_elements).run(name, ptx, with_active)

@@ -29,9 +29,8 @@ def spaced_rows(row_bytes, stride_bytes, base, dtype):
     # at least a line between rows; odd, so that they begin everywhere within a line that they can
     step = -(-(row_bytes + 2 * LINE_BYTES) // stride_bytes) | 1
     num_rows, size = COUNT * step, dtype.itemsize
-    memory = torch.randint(
-        -99, 99, (num_rows * stride_bytes + 2 * LINE_BYTES + base,), dtype=torch.int8
-    )
+    num_bytes = num_rows * stride_bytes + 2 * LINE_BYTES + base
+    memory = torch.randint(-99, 99, (num_bytes,), dtype=torch.int8)
     words = memory[-memory.data_ptr() % LINE_BYTES + base :]
     words = words[: len(words) // size * size].view(dtype)
     table = words.as_strided((num_rows, row_bytes // size), (stride_bytes // size, 1))
@@ -40,21 +39,17 @@ def spaced_rows(row_bytes, stride_bytes, base, dtype):
 
 def check(executor, row_bytes, dtype, base, stride_bytes, layout):
     table, ids = spaced_rows(row_bytes, stride_bytes, base, dtype)
-    model = table_traffic(table, ids, layout=layout).requests
-    executor.counters.clear()
-    found = gather_rows(table, ids, layout=layout)
+    found, requests = counted(executor, table, ids, layout=layout)
     assert torch.equal(found.view(torch.int8), table[ids].view(torch.int8))
-    expected = {size: int(count * COUNT) for size, count in model.items() if count}
-    counted = dict(executor.counters["load", "table"].requests)
-    assert counted == expected, (layout, row_bytes, stride_bytes, base, dtype)
+    case = layout, row_bytes, stride_bytes, base, dtype
+    assert requests == modelled(table, ids, layout), case
 
 
 def cases(row_bytes):
     """The dtype, base, stride and layout of every table with such rows."""
     padded = (row_bytes // LINE_BYTES + 1) * LINE_BYTES
-    for dtype, base, stride, layout in itertools.product(
-        DTYPES, BASES, (row_bytes, padded), LAYOUTS
-    ):
+    kinds = itertools.product(DTYPES, BASES, (row_bytes, padded), LAYOUTS)
+    for dtype, base, stride, layout in kinds:
         is_on_lines = stride % LINE_BYTES == 0 and base % LINE_BYTES == 0
         if row_bytes % dtype.itemsize == 0 and (layout != "pitched" or is_on_lines):
             yield dtype, base, stride, layout
@@ -92,10 +87,17 @@ def test_a_lane_loads_one_vector_where_rows_are_padded(layout, ptx):
     check(ptx, 400, torch.int8, 1, 400, layout)
 
 
-def modelled(table, ids):
-    """Requests of the default layout for these rows, by bytes."""
-    requests = table_traffic(table, ids, layout="shifted").requests
+def modelled(table, ids, layout="shifted"):
+    """Requests for these rows, by bytes."""
+    requests = table_traffic(table, ids, layout=layout).requests
     return {size: int(count * len(ids)) for size, count in requests.items() if count}
+
+
+def counted(executor, table, ids, **options):
+    """The gathered rows, and the requests that compiled code makes for them."""
+    executor.counters.clear()
+    found = gather_rows(table, ids, **options)
+    return found, dict(executor.counters["load", "table"].requests)
 
 
 @pytest.mark.triton
@@ -104,10 +106,9 @@ def test_cached_rows_are_requested_like_the_table(row_bytes, ptx):
     table, ids = spaced_rows(row_bytes, row_bytes, 4, torch.float32)
     half = ids[: COUNT // 2]
     cached = make_cached_rows(table, half, torch.device("cpu"))
-    ptx.counters.clear()
-    assert torch.equal(gather_rows(table, ids, cached=cached).view(torch.int32),
-                       table[ids].view(torch.int32))  # fmt: skip
-    assert dict(ptx.counters["load", "table"].requests) == modelled(table, ids[COUNT // 2 :])
+    found, requests = counted(ptx, table, ids, cached=cached)
+    assert torch.equal(found.view(torch.int32), table[ids].view(torch.int32))
+    assert requests == modelled(table, ids[COUNT // 2 :])
     # a copy has the offset of its row
     assert dict(ptx.counters["load", "cached"].requests) == modelled(table, half)
 
@@ -119,19 +120,16 @@ def test_cached_rows_of_several_gpus_are_requested_like_the_table(gpus, ptx):
     owned = [ids[gpu : COUNT // 2 : gpus] for gpu in range(gpus)]
     # 404 B wherever they begin in a line
     buffers = [torch.zeros((len(part) * 5 + 1) * LINE_BYTES, dtype=torch.int8) for part in owned]
-    parts = [
-        aligned_view(buffer, len(part), 5 * LINE_BYTES)
-        for buffer, part in zip(buffers, owned, strict=True)
-    ]
-    for part, memory in zip(owned, parts, strict=True):
-        copy_rows(table, part, memory)
+    parts = []
+    for part, buffer in zip(owned, buffers, strict=True):
+        parts.append(aligned_view(buffer, len(part), 5 * LINE_BYTES))
+        copy_rows(table, part, parts[-1])
     addresses = torch.tensor([part.data_ptr() for part in parts])
     peers = Peers(addresses, 0, owners=tuple(buffers))
     cached = CachedRows(assign_slots(owned, len(table)), parts[0], peers)
-    ptx.counters.clear()
-    found = gather_rows(table, ids, cached=cached)
+    found, requests = counted(ptx, table, ids, cached=cached)
     assert torch.equal(found.view(torch.int32), table[ids].view(torch.int32))
-    assert dict(ptx.counters["load", "table"].requests) == modelled(table, ids[COUNT // 2 :])
+    assert requests == modelled(table, ids[COUNT // 2 :])
     assert dict(ptx.counters["load", "reachable"].requests) == modelled(table, ids[: COUNT // 2])
 
 
@@ -148,9 +146,7 @@ def test_cached_rows_of_several_gpus_are_requested_like_the_table(gpus, ptx):
 )
 def test_converted_rows_are_requested_like_others(dtype, target, ptx):
     table, ids = spaced_rows(1204, 1204, 4, dtype)
-    ptx.counters.clear()
-    gather_rows(table, ids, dtype=target)
-    assert dict(ptx.counters["load", "table"].requests) == modelled(table, ids)
+    assert counted(ptx, table, ids, dtype=target)[1] == modelled(table, ids)
 
 
 @pytest.mark.triton
@@ -159,9 +155,8 @@ def test_converted_rows_are_requested_like_others(dtype, target, ptx):
 def test_codes_are_requested_like_other_rows(dtype, scale_columns, ptx):
     table, ids = spaced_rows(100, 100, 4, torch.int8)
     scales = torch.ones(7 if scale_columns else len(table))
-    ptx.counters.clear()
-    gather_rows(table.view(dtype), ids, scales=scales, scale_columns=scale_columns)
-    assert dict(ptx.counters["load", "table"].requests) == modelled(table, ids)
+    scaled = {"scales": scales, "scale_columns": scale_columns}
+    assert counted(ptx, table.view(dtype), ids, **scaled)[1] == modelled(table, ids)
 
 
 @pytest.mark.triton
