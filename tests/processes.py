@@ -27,11 +27,8 @@ FORKS = multiprocessing.get_context("forkserver")
 # TensorBoard, and the names of classes
 LAZY = ("torch._dynamo", "torch.profiler", "numba.core.registry", "numba.np.arrayobj")
 LAZY += ("numba.typed", "scipy.linalg", "matplotlib.figure", "matplotlib.backends.backend_agg")
-LAZY += (
-    "pandas",
-    "tensorboard.compat.proto.summary_pb2",
-    "tensorboard.summary.writer.record_writer",
-)
+LAZY += ("pandas", "tensorboard.compat.proto.summary_pb2")
+LAZY += ("tensorboard.summary.writer.record_writer",)
 for name in LAZY:
     with suppress(ImportError):
         importlib.import_module(name)

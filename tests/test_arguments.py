@@ -1,6 +1,5 @@
 """Wrong arguments of loaders, graphs and features are rejected by name and value."""
 
-import importlib.util
 import inspect
 import itertools
 import re
@@ -8,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
+from libraries import needs_dgl, needs_pyg
 
 import gcnzc
 from gcnzc import FeatureTable, FullBatchLoader, Graph, LinkSampler, Loader, Sampler
@@ -69,30 +68,14 @@ EMBEDDINGS = EmbeddingTable(NODES, 2)
 SEEDS = torch.arange(NODES)
 
 
-def use_loader(**arguments):
-    loader = Loader(**arguments)
-    return list(itertools.islice(loader, 2))
+def first_of(kind, *given):
+    """What makes a loader of a class and takes one minibatch."""
+    return lambda **arguments: list(itertools.islice(kind(*given, **arguments), 1))
 
 
-def use_full_batch(**arguments):
-    return list(FullBatchLoader(**arguments))
-
-
-def sample(**arguments):
-    return Sampler(GRAPH, [2]).sample(**arguments)
-
-
-def sample_links(**arguments):
-    return LinkSampler(GRAPH, EDGE, [2]).sample(**arguments)
-
-
-def use_links(**arguments):
-    sampler = LinkSampler(**arguments)
-    return sampler.sample(torch.arange(3), 0)
-
-
-def use_sampler(**arguments):
-    return Sampler(**arguments).sample(SEEDS[:3], 0)
+def sample_first(kind):
+    """What makes a sampler of a class and takes one minibatch."""
+    return lambda **arguments: kind(**arguments).sample(SEEDS[:3], 0)
 
 
 def load_state(**values):
@@ -125,6 +108,7 @@ INFERENCE = {"model": gnn.SAGE(2, 3, 2, 2), "graph": GRAPH, "table": TABLE}
 CACHE = {"table": TABLE, "size": 0.5, "ranking": torch.ones(NODES)}
 PRESAMPLED = {"graph": GRAPH, "seeds": SEEDS, "fanouts": [2], "batch_size": 4, "batches": 4}
 WITH_SEED = {"seed": SEED}
+SAMPLE = {"seeds": SEEDS, "epoch": 0}, "seeds epoch", {"seeds": ([],)}
 CASES = {
     "Graph": Case(
         Graph, {"indptr": [0, 0], "indices": []}, "indptr indices check", {"indices": ([],)}
@@ -152,35 +136,32 @@ CASES = {
         {"scale": (2.5, 2.0, HUGE), **WITH_SEED},
     ),
     "EmbeddingTable.gather": Case(EMBEDDINGS.gather, {"ids": SEEDS}, "device threads"),
-    "Sampler": Case(Sampler, SAMPLER, "graph fanouts seed edge_ids", WITH_SEED, use_sampler),
-    "Sampler.sample": Case(
-        Sampler.sample, {"seeds": SEEDS, "epoch": 0}, "seeds epoch", {"seeds": ([],)}, sample
+    "Sampler": Case(
+        Sampler, SAMPLER, "graph fanouts seed edge_ids", WITH_SEED, sample_first(Sampler)
     ),
+    "Sampler.sample": Case(Sampler(GRAPH, [2]).sample, *SAMPLE),
     "LinkSampler": Case(
         LinkSampler,
         LINKS,
         "graph edges fanouts negatives num_negatives strict exclude known seed edge_ids",
         WITH_SEED,
-        use_links,
+        sample_first(LinkSampler),
     ),
-    "LinkSampler.sample": Case(
-        *(LinkSampler.sample, {"seeds": SEEDS, "epoch": 0}, "seeds epoch", {"seeds": ([],)}),
-        sample_links,
-    ),
+    "LinkSampler.sample": Case(LinkSampler(GRAPH, EDGE, [2]).sample, *SAMPLE),
     "Loader": Case(
         Loader,
         LOADER,
         "graph table seeds fanouts batch_size labels device shuffle drop_last seed rank world_size "
         "threads ahead sampler copied_share priority in_degrees may_be_empty",
         {"table": OPTIONAL, "priority": (-5,), **WITH_SEED},
-        use_loader,
+        first_of(Loader),
     ),
     "FullBatchLoader": Case(
         FullBatchLoader,
         {"graph": GRAPH, "table": TABLE, "seeds": SEEDS, "num_layers": 2},
         "graph table seeds num_layers labels device dtype",
         {"table": OPTIONAL, "seeds": OPTIONAL},
-        use_full_batch,
+        first_of(FullBatchLoader),
     ),
     "Loader.set_epoch": Case(Loader.set_epoch, {}, "epoch", {}, set_epoch),
     "Loader.load_state_dict": Case(
@@ -253,11 +234,6 @@ def names(text, name, value):
     return re.search(rf"\b{name}\b", text) is not None and any(one in text for one in shown)
 
 
-def first_of(kind, *given):
-    """What makes a loader of a class and takes one minibatch."""
-    return lambda **arguments: list(itertools.islice(kind(*given, **arguments), 1))
-
-
 def pyg_cases():
     from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader, TableStore
     from gcnzc.interop.pyg.importing import import_pyg
@@ -323,17 +299,13 @@ def dgl_cases():
     }
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("torch_geometric") is None, reason="PyG is not installed"
-)
+@needs_pyg
 def test_wrong_arguments_of_pyg_loaders_are_rejected_by_name_and_value():
     found = outcomes_of(pyg_cases())
     assert not found, "\n".join(found)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("dgl") is None, reason="DGL has no wheel for this Python"
-)
+@needs_dgl
 def test_wrong_arguments_of_dgls_loader_are_rejected_by_name_and_value():
     found = outcomes_of(dgl_cases())
     assert not found, "\n".join(found)

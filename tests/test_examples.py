@@ -5,13 +5,11 @@ import importlib.util
 import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from programs import output_of
+from programs import output_of, run_python
 
 from gcnzc.datasets import generate
 
@@ -138,9 +136,7 @@ def test_gasloc_is_diloco_if_all_ranks_have_the_same_minibatches(world_size):
 
 @pytest.mark.processes
 def test_an_example_without_arguments_shows_its_usage():
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "read_npz.py"], capture_output=True, text=True
-    )
+    done = run_python(EXAMPLES / "read_npz.py")
     assert done.returncode == 2
     assert done.stderr.startswith("usage: ")
     assert "required: archive" in done.stderr

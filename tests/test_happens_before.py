@@ -27,16 +27,13 @@ def x(device):
 
 def kinds(device):
     """Return for each race what was done first and second, and its bytes."""
-    return [
-        (race.first.split()[1], race.second.split()[1], race.begin, race.end)
-        for race in device.races
-    ]
+    races = device.races
+    return [(r.first.split()[1], r.second.split()[1], r.begin, r.end) for r in races]
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [("write", "read"), ("read", "write"), ("write", "write")]
-)
-def test_two_streams_need_an_event(device, x, first, second):
+@pytest.mark.parametrize("kinds_", [("write", "read"), ("read", "write"), ("write", "write")])
+def test_two_streams_need_an_event(device, x, kinds_):
+    first, second = kinds_
     one, other = device.new(), device.new()
     one.do(getattr(device, first), x)
     done = one.record()
@@ -131,9 +128,8 @@ def test_memory_is_free_for_later_work_of_its_stream_only(device):
     memory = device.device_memory(64, owner)
     other.do(device.write, memory)
     del memory
-    assert [race.second for race in device.races] == [
-        f"a write by the next user on {owner.actor.name}"
-    ]
+    (race,) = device.races
+    assert race.second == f"a write by the next user on {owner.actor.name}"
 
 
 def test_memory_of_the_host_is_free_at_once(device):

@@ -17,12 +17,10 @@ def found_of(optimizer="adam", **options):
     return footprint_of(config, lambda: gnn.SAGE(10, 7, 3, 2), 1000, 10, 200)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "copies"), [("adam", 4), ("sgd", 3), ("muon", 3), ("onebit-adam", 4)]
-)
-def test_weights_gradients_and_states_are_counted(optimizer, copies):
+def test_weights_gradients_and_states_are_counted():
     weights = sum(p.numel() for p in gnn.SAGE(10, 7, 3, 2).parameters())
-    assert found_of(optimizer).training == copies * weights * 4
+    for optimizer, copies in (("adam", 4), ("sgd", 3), ("muon", 3), ("onebit-adam", 4)):
+        assert found_of(optimizer).training == copies * weights * 4
 
 
 def test_no_more_seeds_are_counted_than_there_are():

@@ -57,9 +57,7 @@ def wheel(tmp_path_factory):
 
 
 def build(source, kind, to):
-    subprocess.run(
-        [sys.executable, "-c", BUILD.format(kind), to], cwd=source, check=True, capture_output=True
-    )
+    subprocess.check_output([sys.executable, "-c", BUILD.format(kind), to], cwd=source)
 
 
 @pytest.fixture(scope="module")
@@ -76,26 +74,18 @@ def installed(wheel, tmp_path_factory):
 
 
 def run(python, *words, folder):
-    environment = {
-        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        "GCNZC_CACHE": str(folder / "cache"),
-    }
-    return subprocess.run(
-        [python, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    environment = os.environ | {"GCNZC_CACHE": str(folder / "cache")}
+    environment.pop("PYTHONPATH", None)
+    options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    return subprocess.run([python, *words], check=False, **options)
 
 
 @pytest.mark.processes
 def test_the_wheel_has_every_module_and_the_marker_of_types(wheel):
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if "dist-info" not in name}
-    listed = subprocess.run(
-        ["git", "ls-files", "gcnzc", "kernels", "datasets"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
+    words = ["git", "ls-files", "gcnzc", "kernels", "datasets"]
+    listed = subprocess.check_output(words, cwd=ROOT, text=True).split()
     files = {name for name in listed if not (ROOT / name).is_symlink()}
     expected = {name if name.startswith("gcnzc/") else f"gcnzc/{name}" for name in files}
     assert found == expected

@@ -42,10 +42,7 @@ NAMES = {
     *("on_lines", "room_bytes", "slots_of", "programs_of", "count_into", "count_marked"),
     *("lanes_of", "check_apart", "measured_link", "measured_layouts", "modelled"),
 }
-EXCEPTIONS = {
-    # history
-    "docs/log.md",
-}
+EXCEPTIONS = {"docs/log.md"}  # history
 
 
 def prose(path):

@@ -32,6 +32,7 @@ from gcnzc.sampling.batch import Batch, Block
 
 NUM_NODES, NUM_COLUMNS = 64, 6
 KINDS = ("float32", "int8", "codes", "columns", "cached", "on the device", "sparse", None)
+FIXED_SHARES = {"sparse": 1.0, "on the device": 0.0}
 
 
 @lru_cache(maxsize=1)
@@ -90,9 +91,8 @@ class Program:
         self.device = checked(seed, without)
         self.schedule = self.device.schedule
         self.kind = draw.choice(KINDS)
-        self.share = {"sparse": 1.0, "on the device": 0.0}.get(
-            self.kind, draw.choice([0.0, 0.0, 0.3, 0.6, 1.0])
-        )
+        share = draw.choice([0.0, 0.0, 0.3, 0.6, 1.0])
+        self.share = FIXED_SHARES.get(self.kind, share)
         names = ("model", "model of a second thread", "model of a third thread")
         readers = [self.device.own, *(self.device.new(name=name) for name in names[1:])]
         self.readers = readers[: draw.randint(1, 3)]
@@ -162,9 +162,8 @@ class TransferProgram(Program):
     def run(self):
         draw, device = self.draw, self.device
         table = self.table()
-        self.transfer = transfer_module.Transfer(
-            device, table, self.share, max_pending=draw.randint(1, 4)
-        )
+        options = {"max_pending": draw.randint(1, 4)}
+        self.transfer = transfer_module.Transfer(device, table, self.share, **options)
         self.transfer.order_after_current_stream()
         self.pending = Channel()
         numbers = iter(range(draw.randint(4, 8)))
@@ -337,8 +336,8 @@ class TypedLoaderProgram(LoaderProgram):
 
     def table(self):
         self.kinds = {"user": self.kind, "item": self.draw.choice(KINDS), "city": "float32"}
-        fixed = {"sparse": 1.0, "on the device": 0.0}
-        self.share = {name: fixed.get(kind, self.share) for name, kind in self.kinds.items()}
+        kinds = self.kinds.items()
+        self.share = {name: FIXED_SHARES.get(kind, self.share) for name, kind in kinds}
         return super().table()
 
     def options(self):

@@ -21,9 +21,8 @@ def build(seed=0):
     papers = np.repeat(np.arange(PAPERS), 3)
     # two of three authors have the topic of the paper
     authors = random.integers(0, AUTHORS // CLASSES, 3 * PAPERS) * CLASSES
-    authors += np.where(
-        np.arange(3 * PAPERS) % 3, labels[papers], random.integers(0, CLASSES, 3 * PAPERS)
-    )
+    others = random.integers(0, CLASSES, 3 * PAPERS)
+    authors += np.where(np.arange(3 * PAPERS) % 3, labels[papers], others)
     authors %= AUTHORS
     x = np.eye(CLASSES, dtype=np.float32)
     order = random.permutation(PAPERS)
