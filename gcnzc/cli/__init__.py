@@ -1,8 +1,9 @@
 """The `gcnzc` command: prints results as JSON on stdout, progress and messages on stderr.
 
 The options of each command are in `gcnzc.cli.options`. An error is printed as an `error:` and a
-`hint:` line, with `--debug` after its traceback. The exit status is 0, 1 after a failure, or 2 if
-the command line is not valid. torch is imported only after the command line is found to be valid.
+`hint:` line, with `--debug` after its traceback. The exit status is 0, 1 after a failure, 2 if the
+command line is not valid, 130 after Ctrl-C, or 143 after SIGTERM. torch is imported only after the
+command line is found to be valid.
 """
 
 import sys
@@ -10,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from gcnzc._version import VERSION
-from gcnzc.cli.errors import DEBUG, FAILED, MISUSED, OutputClosed, UsageError, complain, message_of
+from gcnzc.cli.errors import DEBUG, FAILED, OutputClosed, UsageError, report
 from gcnzc.cli.output import flushed_output
 from gcnzc.cli.parser import parse
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if is_debug:
             traceback.print_exc()
-        return complain(message_of(error), MISUSED if isinstance(error, UsageError) else FAILED)
+        return report(error)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from gcnzc.train.errors import Interrupted
+from gcnzc.train.errors import Interrupted, SavedRun
 
 FAILED, MISUSED = 1, 2
 
@@ -42,7 +42,7 @@ class OutputClosed(Exception):
     """The reader of this command's stdout has closed the pipe."""
 
 
-class _Terminated(KeyboardInterrupt):
+class Terminated(KeyboardInterrupt):
     """SIGTERM was received; raised as an exception so that partial files are removed."""
 
 
@@ -54,7 +54,7 @@ def terminable() -> Iterator[None]:
         return
 
     def terminate(number: int, frame: object) -> None:
-        raise _Terminated
+        raise Terminated
 
     before = signal.signal(signal.SIGTERM, terminate)
     try:
@@ -73,11 +73,27 @@ def complain(text: str, status: int) -> int:
     return status
 
 
+def report(error: BaseException) -> int:
+    """Print an error, or where a run was stopped; return the exit status.
+
+    After a signal it is 128 and the number of the signal, as in a shell.
+    """
+    if isinstance(error, SavedRun):
+        with contextlib.suppress(BrokenPipeError):
+            print(error, file=sys.stderr, flush=True)
+        return 128 + error.signal if error.signal else FAILED
+    status = MISUSED if isinstance(error, UsageError) else FAILED
+    if isinstance(error, KeyboardInterrupt):
+        is_terminated = isinstance(error, Terminated)
+        status = 128 + (signal.SIGTERM if is_terminated else signal.SIGINT)
+    return complain(message_of(error), status)
+
+
 def message_of(error: BaseException) -> str:
     """Return the message of an error, and after an empty line its hint."""
     text = str(error)
     if isinstance(error, KeyboardInterrupt):
-        how = "terminated" if isinstance(error, _Terminated) else "interrupted"
+        how = "terminated" if isinstance(error, Terminated) else "interrupted"
         return f"{how}\n\nhint: complete files are kept, and partial ones are removed"
     if "\n\nhint:" in text:
         return text

@@ -1,7 +1,8 @@
 """Run a command whose options are parsed, in this process or in workers that it starts."""
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
 # before torch is imported
@@ -14,7 +15,7 @@ from gcnzc.cli.errors import (
     PASSING,
     UsageError,
     complain,
-    message_of,
+    report,
     terminable,
     usage_error,
 )
@@ -52,38 +53,52 @@ def execute(
         skip_compiler_import()
     reporter = Reporter()
     with handled_bus_errors(lambda text: complain(text, FAILED)), warned_with(reporter.say):
-        if not isinstance(config, TrainConfig):
-            with terminable(), report_compilation(reporter.say), logged_with(reporter.say):
-                module, _, name = COMMANDS[command][1].partition(":")
-                getattr(import_module(module), name)(config, reporter)
-            return 0
-        return _train(config, words, reporter, is_debug)
+        if isinstance(config, TrainConfig):
+            _check(config)
+            if is_worker():
+                return work(config, reporter, is_debug)
+        with terminable(), _watched(reporter):
+            if isinstance(config, TrainConfig):
+                return _train(config, words, reporter, is_debug)
+            module, _, name = COMMANDS[command][1].partition(":")
+            getattr(import_module(module), name)(config, reporter)
+    return 0
 
 
-def _train(config: TrainConfig, words: Sequence[str], reporter: Reporter, is_debug: bool) -> int:
-    """Run `gcnzc train`."""
+@contextmanager
+def _watched(reporter: Reporter) -> Iterator[None]:
+    """Within the `with`, show what the package logs, and that kernels are compiled."""
+    with report_compilation(reporter.say), logged_with(reporter.say):
+        yield
+
+
+def _check(config: TrainConfig) -> None:
+    """Check what `gcnzc train` can check before it reads the graph.
+
+    Raises:
+        UsageError: an option is not valid.
+    """
     try:
         check_options(config, read_ranks()[1] if is_worker() else config.run.workers)
     except (TypeError, ValueError) as error:
         raise usage_error(error, "train") from None
-    runs = config.training.runs
-    if is_worker():
-        if runs > 1:
-            raise UsageError(
-                f"--runs {runs} with torchrun\n\n"
-                "hint: use --workers, or start torchrun once for each --seed"
-            )
-        return work(config, reporter, is_debug)
-    if config.run.out is not None and config.run.out.is_file():
+    runs, out = config.training.runs, config.run.out
+    if is_worker() and runs > 1:
         raise UsageError(
-            f"--out: {config.run.out} is a file\n\nhint: give a new folder, or omit --out"
+            f"--runs {runs} with torchrun\n\n"
+            "hint: use --workers, or start torchrun once for each --seed"
         )
-    if runs > 1:
+    if not is_worker() and out is not None and out.is_file():
+        raise UsageError(f"--out: {out} is a file\n\nhint: give a new folder, or omit --out")
+
+
+def _train(config: TrainConfig, words: Sequence[str], reporter: Reporter, is_debug: bool) -> int:
+    """Run `gcnzc train`, not as a worker."""
+    if config.training.runs > 1:
         return train_several(config, reporter, is_debug)
     if config.run.workers > 1:
         return start_workers(config, [*words, DEBUG] if is_debug else words, reporter)
-    with terminable(), report_compilation(reporter.say), logged_with(reporter.say):
-        train_command(config, reporter)
+    train_command(config, reporter)
     return 0
 
 
@@ -116,16 +131,17 @@ def work(config: TrainConfig, reporter: Reporter, is_debug: bool = False) -> int
                     "if a machine fails in this run, no other one can replace it: set "
                     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all machines to permit that"
                 )
-            train_command(config, worker_reporter, group)
+            with _watched(worker_reporter):
+                train_command(config, worker_reporter, group)
     except PeerFailed:
         return 0 if launch.report_fatal_error() else FAILED
     except (ValueError, OSError, OverflowError, Interrupted, Unsaved) as error:
         if isinstance(error, SavedRun) and launch.may_be_restarted():
-            reporter.say(error.format_restart())
+            reporter.say(f"{error}, unless the launcher restarts the workers, which does so")
             return FAILED
         if is_debug:
             traceback.print_exc()
-        status = complain(message_of(error), FAILED)
+        status = report(error)
         if isinstance(error, OSError) and error.errno in PASSING:
             return status
         # restarted workers would fail in the same way

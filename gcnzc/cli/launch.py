@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import gcnzc
+from gcnzc.cli.errors import Terminated
 from gcnzc.exchange import Algorithm
 from gcnzc.exchange.rendezvous import find_children
 from gcnzc.exchange.sync import all_gather_text
@@ -89,7 +90,8 @@ def launch(words: Sequence[str], workers: int, run: Path, restarts: int) -> int:
         restarts: how often all workers are restarted after one was lost.
 
     Returns:
-        0, or 1 if a worker reported a failure that a restart cannot fix, or that it was stopped.
+        0, or 1 if a worker reported a failure that a restart cannot fix. If the run was stopped by
+        a signal that this process received, 128 and its number.
 
     Raises:
         ValueError: another launcher has locked the run folder.
@@ -127,11 +129,12 @@ def launch(words: Sequence[str], workers: int, run: Path, restarts: int) -> int:
                 f"restarts\n\nhint: the error of worker 0 is printed above, those of other workers "
                 f"also in {logs}; `gcnzc train --resume` resumes from the last checkpoint"
             ) from None
-        except SignalException:
+        except SignalException as error:
             if has_reported_fatal_error():
                 # a worker has reported how the run was stopped
-                return 1
-            raise KeyboardInterrupt from None
+                return 128 + error.sigval
+            is_terminated = error.sigval == signal.SIGTERM
+            raise (Terminated if is_terminated else KeyboardInterrupt) from None
         return 1 if has_reported_fatal_error() else 0
 
 

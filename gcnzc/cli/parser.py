@@ -155,8 +155,7 @@ def _file_options(given: dict[str, Any]) -> dict[str, Any]:
             f"--out {out} with --resume {resumed}\n\n"
             "hint: a resumed run continues in its folder; omit --out"
         )
-    if not resumed and "config" not in given:
-        return {}
+    found: dict[str, Any] = {}
     if resumed:
         # imported here, since it needs torch
         from gcnzc.train.run_folder import read_any
@@ -166,8 +165,8 @@ def _file_options(given: dict[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             # the command line is valid, and the run is damaged
             raise RuntimeError(str(error)) from None
-    else:
-        found = read_options(path, TrainConfig)
+    if "config" in given:
+        found |= read_options(path, TrainConfig)
         is_run = path.suffix == ".json"
         if is_run and preset:
             raise UsageError(

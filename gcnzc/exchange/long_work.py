@@ -77,9 +77,13 @@ class Work:
     def run_in_thread(self, function: Callable[[], T]) -> T:
         """Run a function in another thread, report progress meanwhile, and return its result.
 
+        A single rank runs it in this thread, so that signals interrupt it.
+
         Raises:
             Exception: the error of the function.
         """
+        if self.group.world_size == 1:
+            return function()
         outcome = start_thread("gcnzc-work", function)
         while wait([outcome], self.interval_s).not_done:
             self.report_progress()

@@ -78,12 +78,18 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
             remedy = "a module of the current folder or an installed one, as in watch:Watch"
             raise ValueError(f"--callback {name}: {error}\n\nhint: name {remedy}") from error
         found.append(kind() if isinstance(kind, type) else kind)
-        if not isinstance(found[-1], Callback):
-            raise ValueError(
-                f"--callback {name} is no callback\n\n"
-                "hint: name a subclass of gcnzc.train.Callback, or an object of one"
-            )
+        check_callback(found[-1], f"--callback {name}")
     return found
+
+
+def check_callback(given: object, name: str) -> None:
+    """Raise a ValueError if `given` is not an instance of `Callback`."""
+    if not isinstance(given, Callback):
+        raise ValueError(
+            f"{name} is no callback, but {given!r:.100}\n\n"
+            "hint: give an instance of a subclass of gcnzc.train.Callback, such as Watch(); "
+            "--callback names the class or an instance"
+        )
 
 
 EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
@@ -97,7 +103,7 @@ class Hooks:
             event: [
                 getattr(each, event)
                 for each in callbacks
-                if getattr(type(each), event) is not getattr(Callback, event)
+                if getattr(getattr(each, event), "__func__", None) is not vars(Callback)[event]
             ]
             for event in EVENTS
         }

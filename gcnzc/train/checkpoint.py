@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gcnzc._files import replacing
-from gcnzc.train.run_folder import BEST, lost_best_remedy
+from gcnzc.train.run_folder import BEST
 
 BEST_KEYS: Mapping[str, type] = {"epoch": int, "valid": float, "scores": dict, "model": dict}
 
@@ -43,30 +44,38 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
     write(path, to_bytes(state))
 
 
-def to_bytes(state: Mapping[str, Any]) -> bytes:
+def to_bytes(state: Mapping[str, Any]) -> memoryview:
     """Serialize the current `state` to the bytes of an archive, for `write`."""
     file = io.BytesIO()
     torch.save(dict(state), file)
-    return file.getvalue()
+    return file.getbuffer()
 
 
-def check_values(values: Mapping[str, Any]) -> None:
-    """Check that `load` can read values that callbacks have supplied.
+def to_plain(value: Any, name: str) -> Any:
+    """Return what a callback has supplied as values that `load` and JSON can read.
+
+    Args:
+        value: numbers, also of NumPy, texts, tensors, None, and lists and dicts of these.
+        name: of the value, for the message.
 
     Raises:
-        TypeError: one has another type.
+        TypeError: a value has another type.
     """
-    for name, value in values.items():
-        try:
-            from_bytes(to_bytes({"value": value}))
-        except pickle.UnpicklingError:
-            raise TypeError(
-                f"{name}: a checkpoint can only have tensors, numbers, texts, and lists and dicts "
-                f"of these, not {value!r:.200}\n\nhint: convert other values, such as by float(...)"
-            ) from None
+    if isinstance(value, Mapping):
+        return {key: to_plain(each, name) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(each, name) for each in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, Tensor) or type(value) in (int, float, bool, str):
+        return value
+    raise TypeError(
+        f"{name}: a checkpoint can only have tensors, numbers, texts, and lists and dicts of "
+        f"these, not {value!r:.200}\n\nhint: convert other values, such as by float(...)"
+    )
 
 
-def write(path: Path, data: bytes) -> None:
+def write(path: Path, data: memoryview) -> None:
     """Write an archive with its checksum to `path` atomically.
 
     Args:
@@ -77,7 +86,7 @@ def write(path: Path, data: bytes) -> None:
         OSError: the disk is full or not writable. The previous file remains.
     """
     # up to the length of the archive's comment
-    body, label = memoryview(data)[:-2], SEAL_BYTES.to_bytes(2, "little") + LABEL
+    body, label = data[:-2], SEAL_BYTES.to_bytes(2, "little") + LABEL
     digest = hashlib.sha256(body)
     digest.update(label)
     with replacing(path) as partial, partial.open("wb") as file:
@@ -138,7 +147,8 @@ def load_best(run: Path) -> dict[str, Any]:
         FileNotFoundError: the run has none.
         ValueError: the file is damaged.
     """
-    return load(run / BEST, BEST_KEYS, lost_best_remedy(run))
+    remedy = f"`gcnzc train --resume {run}` writes it again, from the checkpoint of the run"
+    return load(run / BEST, BEST_KEYS, remedy)
 
 
 def from_bytes(data: bytes) -> dict[str, Any]:

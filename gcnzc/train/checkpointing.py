@@ -3,7 +3,8 @@
 Each worker writes a file to the folder `checkpoints` on its own machine, such as `000007-1.pt`:
 worker 1 of checkpoint 7. The file of worker 0 also has what is the same on all workers, and is
 written last, in the background. So a run that is killed at any moment resumes from a checkpoint
-whose files are all complete. The rows of trainable embeddings are in `000007-rows.npz`.
+whose files are all complete. The rows of trainable embeddings are in `000007-rows.npz`, and those
+of the best model remain in the run folder while a checkpoint names their epoch.
 """
 
 import re
@@ -24,7 +25,6 @@ from gcnzc.exchange.sync import all_gather, broadcast_bytes, flat_buffers, write
 from gcnzc.loader.full_batch import FullBatchLoader
 from gcnzc.optim import resize_state
 from gcnzc.system import files
-from gcnzc.system.array_file import verify_arrays
 from gcnzc.train import checkpoint, record
 from gcnzc.train.callbacks import Callback
 from gcnzc.train.config import TrainConfig
@@ -61,35 +61,37 @@ class Checkpoint(Callback):
     Args:
         run: the run.
         statistics: of the epoch.
-        best: writes the best model.
+        best: has the best model.
         callbacks: those whose states are saved.
-        launch: see `train`.
-        stack: the first worker locks the folder until it is closed.
     """
 
     def __init__(
-        self,
-        run: Run,
-        statistics: Statistics,
-        best: Best,
-        callbacks: Sequence[Callback],
-        launch: record.Launch | None,
-        stack: ExitStack,
+        self, run: Run, statistics: Statistics, best: Best, callbacks: Sequence[Callback]
     ) -> None:
         self.statistics, self.best, self.callbacks = statistics, best, callbacks
-        self.launch, self.stack = launch, stack
         self.folder, self.number = run.folder / CHECKPOINTS, 0
+        self.best_epochs: dict[int, int] = {}
+        """the epoch of the best model in each checkpoint that is kept"""
         self.thread = ThreadPoolExecutor(1, "gcnzc-checkpoint")
         self.writing: Future[None] | None = None
-        self.graph_files = describe_files(run.data.folder)
+        self.has_options = False
+        """whether config.json has the options of this command"""
+        with joint_work(run.group):  # the files of a machine may be damaged
+            self.graph_files = describe_files(run.data)
         self.saved_at = time.monotonic()
 
-    def begin(self, run: Run) -> None:
-        """Start the run, or resume the one in the folder; a collective call before `on_start`."""
+    def begin(self, run: Run, launch: record.Launch | None, stack: ExitStack) -> None:
+        """Start the run, or resume the one in the folder; a collective call before `on_start`.
+
+        Args:
+            run: the run.
+            launch: see `train`.
+            stack: the first worker locks the folder until it is closed.
+        """
         found: dict[str, Any] = {}
-        run.on_first(lambda: found.update(self._open_folder(run)))
+        run.on_first(lambda: found.update(open_folder(run, launch, stack)))
         own = found.pop("own", None)
-        data = checkpoint.to_bytes(found) if run.is_first else b""
+        data = bytes(checkpoint.to_bytes(found)) if run.is_first else b""
         state = checkpoint.from_bytes(
             run_algorithm(broadcast_bytes(data, run.group.rank), run.group)
         )
@@ -100,12 +102,10 @@ class Checkpoint(Callback):
             except (KeyError, TypeError, AttributeError, IndexError) as error:
                 raise ValueError(
                     f"{self._path(0)} does not fit this run: {type(error).__name__} {error}\n\n"
-                    f"hint: {self._remedy(run)}"
+                    f"hint: {remedy_of(run.folder, self.number)}"
                 ) from error
         else:
             self.save(run)
-            # again, since the folder is also identified by the time of config.json
-            run.files.identify()
         run.files.is_training = True
         every_s = run.config.run.checkpoint_every_s
         run.is_save_due = lambda: time.monotonic() - self.saved_at >= every_s
@@ -137,11 +137,12 @@ class Checkpoint(Callback):
         self._remove_others(run)
         self.number += 1
         try:
-            with joint_work(run.group):
-                self._write_parts(run, own)
+            with joint_work(run.group) as work:
+                work.run_in_thread(lambda: self._write_parts(run, own))
         except OSError as error:
             run.on_first(partial(run.files.fail, CHECKPOINTS, error))
             return
+        self.best_epochs[self.number] = self.best.state.get("epoch", 0)
         run.on_first(lambda: self._write(run, {**common, "own": own}, waits))
         if waits:
             self._remove_others(run)
@@ -158,7 +159,7 @@ class Checkpoint(Callback):
             "tally": self.statistics.own.state_dict(),
             "rng": torch.get_rng_state(),
             # with local steps, the scales of the loss differ between workers
-            "scaler": run.precision.state(),
+            "scaler": run.precision.state_dict(),
         }
         if run.device.type == "cuda":
             own["cuda_rng"] = torch.cuda.get_rng_state(run.device)
@@ -167,14 +168,13 @@ class Checkpoint(Callback):
             own["buffers"] = flat_buffers(run.model).cpu()
         callbacks: dict[str, list[Any]] = {}
         for each in self.callbacks:
-            callbacks.setdefault(_class_name(each), []).append(each.state_dict())
-        checkpoint.check_values({"states of callbacks": callbacks, "run.line": run.line})
+            state = checkpoint.to_plain(each.state_dict(), f"state of {_class_name(each)}")
+            callbacks.setdefault(_class_name(each), []).append(state)
         common = {
             "model": run.model.state_dict(),
             "epoch": run.epoch,
             "in_epoch": run.in_epoch,
             "loader": run.loader.state_dict() if run.in_epoch else {},
-            "best": run.best,
             "lines": run.lines,
             "callbacks": callbacks,
             "options": run.config.to_dict(),
@@ -194,18 +194,20 @@ class Checkpoint(Callback):
         self.folder.mkdir(parents=not run.files.is_training, exist_ok=True)
         if run.group.rank:
             checkpoint.save(self._path(run.group.rank), {"own": own})
-        elif not self.best.write(run):
-            raise run.files.failures[BEST]
         elif run.embeddings is not None:
             run.embeddings.optimizer.save(self._path("rows"))
 
     def _write(self, run: Run, state: Mapping[str, Any], waits: bool) -> None:
-        folder, options = run.folder, run.config.replace(resume=None).to_dict()
-        if not (folder / SCHEMA).exists():
-            run.files.attempt(SCHEMA, lambda: write_schema(folder, run.data))
-        # written last: a folder without this file has no run
-        if not (folder / CONFIG).exists():
-            run.files.attempt(CONFIG, lambda: files.write_json(folder / CONFIG, options))
+        if not self.has_options:
+            folder, options = run.folder, run.config.replace(resume=None).to_dict()
+            if not (folder / SCHEMA).exists():
+                run.files.attempt(SCHEMA, lambda: write_schema(folder, run.data))
+            # written last: a folder without this file has no run
+            self.has_options = run.files.attempt(
+                CONFIG, lambda: files.write_json(folder / CONFIG, options)
+            )
+            # the folder is also identified by the time of config.json
+            run.files.identify()
         data = checkpoint.to_bytes(state)
         self.writing = self.thread.submit(checkpoint.write, self._path(0), data)
         if waits:
@@ -227,77 +229,24 @@ class Checkpoint(Callback):
         ends = run_algorithm(all_gather(torch.tensor([kept[0], kept[-1]])), run.group)
         first, self.number = ends[0].tolist()
         # in the order of the names: a checkpoint without the file of worker 0 is none
+        unused = []
         for path in sorted(self.folder.glob("*")):
             # other workers may be writing temporary files
             found = re.fullmatch(r"(\d+)-(\d+|rows)\.\w+", path.name)
-            if found is None or first <= int(found[1]) <= self.number:
-                continue
-            owner = 0 if found[2] == "rows" else int(found[2])
-            if owner % run.group.world_size == run.group.rank:
-                # a file that is left on a read-only disk does no harm
-                with suppress(OSError):
-                    path.unlink(missing_ok=True)
+            if found is not None and not first <= int(found[1]) <= self.number:
+                owner = 0 if found[2] == "rows" else int(found[2])
+                unused += [path] * (owner % run.group.world_size == run.group.rank)
+        if run.is_first:
+            self.best_epochs = {n: e for n, e in self.best_epochs.items() if n in kept}
+            used = {*self.best_epochs.values(), self.best.state.get("epoch", 0)}
+            unused += {*run.folder.glob("best-*.npz")} - {best_rows(run.folder, n) for n in used}
+        for path in unused:
+            # a file that is left on a read-only disk does no harm
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def _path(self, owner: object) -> Path:
         return checkpoint_path(self.folder.parent, self.number, owner)
-
-    def _remedy(self, run: Run) -> str:
-        """Return the hint of a checkpoint that cannot be read."""
-        earlier = [each for each in checkpoint_numbers(run.folder) if each < self.number]
-        if not earlier:
-            return f"{checkpoint.RESTORE}; --keep 2 keeps an earlier checkpoint as well"
-        return (
-            f"restore the file from a copy; or delete {self._path(0)}, and `gcnzc train --resume "
-            f"{run.folder}` resumes from {checkpoint_path(run.folder, earlier[-1]).name}"
-        )
-
-    def _open_folder(self, run: Run) -> dict[str, Any]:
-        """Return the state to resume from; empty for a new run."""
-        self._lock_folder(run)
-        folder, config = run.folder, run.config
-        is_resumed = bool(config.run.resume) or is_of_launch(folder, self.launch)
-        if not is_resumed:
-            check_free_folder(folder)
-        remove_partial(folder)
-        if self.launch is not None:
-            self.launch.write(folder)
-        return self._read_state(run) if is_resumed else {}
-
-    def _read_state(self, run: Run) -> dict[str, Any]:
-        """Return the state of the last checkpoint; empty if the run has none yet."""
-        folder = run.folder
-        check_resumed_options(run.config, read_config(folder).to_dict(), folder)
-        if numbers := checkpoint_numbers(folder):
-            self.number = numbers[-1]
-            state = checkpoint.load(self._path(0), remedy=self._remedy(run))
-            return state | {"number": self.number, "best": _read_best(run, state.get("best"))}
-        # a run that was killed before its first checkpoint can start again
-        for name in (RECORD, BEST):
-            if (folder / name).exists():
-                raise ValueError(
-                    f"the run in {folder} has {name}, but no checkpoint in {self.folder}\n\n"
-                    "hint: restore the checkpoint from a copy, or start another run with --out"
-                )
-        run.reporter.say(f"{folder} has no checkpoint yet: the run starts again")
-        return {}
-
-    def _lock_folder(self, run: Run) -> None:
-        """Lock the run folder, so that no other launch uses it.
-
-        A launcher locks the folder of logs until its last worker has ended.
-        """
-        folder, launch = run.folder, self.launch
-        expected = launch.folder if launch is not None else None
-        is_same = expected is None or files.folder_identity(folder) == expected
-        if not is_same and not is_of_launch(folder, launch):
-            raise ValueError(format_moved_error(folder))
-        if not run.config.run.resume:
-            folder.mkdir(parents=True, exist_ok=True)
-        # first, so that an error names the launcher and not its worker, which it would replace
-        if expected is None and (folder / LOGS).is_dir():
-            self.stack.enter_context(files.locked_folder(folder / LOGS, folder))
-        self.stack.enter_context(files.locked_folder(folder))
-        run.files.identify()
 
     def _restore(self, run: Run, state: dict[str, Any], first: dict[str, Any] | None) -> None:
         """Load a checkpoint, also one of another number of workers.
@@ -308,26 +257,22 @@ class Checkpoint(Callback):
             first: the own state of worker 0, on this worker; None on the others.
         """
         check_resumed_options(run.config, state["options"], run.folder)
-        check_files(self.graph_files, state["graph"], run.data.folder, run.folder)
-        if state["epoch"] != len(state["lines"]):
-            raise ValueError(
-                f"{self._path(0)} was written after epoch {state['epoch']}, but has the record of "
-                f"{len(state['lines'])} epochs\n\nhint: {self._remedy(run)}"
-            )
         checkpoint.match(run.model, state["model"], self._path(0))
         rank, world_size, former = run.group.rank, run.group.world_size, state["workers"]
         is_same = former == world_size
+        remedy = (
+            f"{remedy_of(run.folder, self.number)}; with several machines, put the run folder on "
+            "a file system that they share"
+        )
         with joint_work(run.group):
-            remedy = (
-                f"{self._remedy(run)}; with several machines, put the run folder on a file "
-                "system that they share"
-            )
+            check_files(self.graph_files, state["graph"], run.data.folder, run.folder)
             owns = [
                 first
                 if first is not None and each == 0
                 else checkpoint.load(self._path(each), remedy=remedy)["own"]
                 for each in ([rank] if is_same else range(former))
             ]
+        run.epoch, run.in_epoch, run.lines = state["epoch"], state["in_epoch"], state["lines"]
         states = [state] if run.optimizer.is_shared else owns
         if run.average is not None:
             run.average.load_state_dicts([each["average"] for each in states])
@@ -335,22 +280,20 @@ class Checkpoint(Callback):
         if not (run.optimizer.is_shared or is_same):
             optimizer = resize_state([each["optimizer"] for each in states], rank, world_size)
         run.optimizer.load_state_dict(optimizer)
-        if run.precision.scaler is not None:
-            scales = torch.stack([each["scaler"] for each in owns])
-            run.precision.load_states(scales, *((0, 1) if is_same else (rank, world_size)))
+        run.precision.load_state_dicts([each["scaler"] for each in owns])
         if run.embeddings is not None:
             run.embeddings.load(self._path("rows"), remedy)
-        run.epoch, run.in_epoch = state["epoch"], state["in_epoch"]
-        run.best, run.lines = state["best"], state["lines"]
         for each in self.callbacks:  # of a resumed run, they may be others
             if found := state["callbacks"].get(_class_name(each)):
                 each.load_state_dict(found.pop(0))
-        if is_same or run.is_first:
-            # if the number of workers has changed, the first worker has the sums
-            tallies = [EpochStats(run.device, each["tally"]) for each in owns]
-            self.statistics.own = tallies[0] if is_same else sum_stats(tallies)
+        self.best_epochs[self.number] = self.best.state.get("epoch", 0)
         if run.in_epoch:
             _restore_loader(run, state["loader"])
+        if is_same or run.is_first:
+            # if the number of workers has changed, the first worker has the sums
+            self.statistics.own = sum_stats(
+                [EpochStats(run.device, each["tally"]) for each in owns]
+            )
         if is_same:
             _restore_worker(run, owns[0])
         else:
@@ -362,6 +305,76 @@ class Checkpoint(Callback):
 
 def _class_name(callback: Callback) -> str:
     return f"{type(callback).__module__}.{type(callback).__qualname__}"
+
+
+def remedy_of(run: Path, number: int) -> str:
+    """Return the hint of a checkpoint of a run that cannot be read."""
+    earlier = [each for each in checkpoint_numbers(run) if each < number]
+    if not earlier:
+        return f"{checkpoint.RESTORE}; --keep 2 keeps an earlier checkpoint as well"
+    return (
+        f"restore the file from a copy; or delete {checkpoint_path(run, number)}, and `gcnzc train "
+        f"--resume {run}` resumes from {checkpoint_path(run, earlier[-1]).name}"
+    )
+
+
+def open_folder(run: Run, launch: record.Launch | None, stack: ExitStack) -> dict[str, Any]:
+    """Lock the run folder on the first worker, and return the state to resume from, if any.
+
+    Args:
+        run: the run.
+        launch: see `train`.
+        stack: the folder is locked until it is closed.
+
+    Raises:
+        ValueError: the folder has another run, or is in use; or a file of the run is damaged.
+    """
+    _lock_folder(run, launch, stack)
+    folder = run.folder
+    is_resumed = bool(run.config.run.resume) or is_of_launch(folder, launch)
+    if not is_resumed:
+        check_free_folder(folder)
+    remove_partial(folder)
+    if launch is not None:
+        launch.write(folder)
+    return _read_state(run) if is_resumed else {}
+
+
+def _lock_folder(run: Run, launch: record.Launch | None, stack: ExitStack) -> None:
+    """Lock the run folder, so that no other launch uses it.
+
+    A launcher locks the folder of logs until its last worker has ended.
+    """
+    folder = run.folder
+    expected = launch.folder if launch is not None else None
+    is_same = expected is None or files.folder_identity(folder) == expected
+    if not is_same and not is_of_launch(folder, launch):
+        raise ValueError(format_moved_error(folder))
+    if not run.config.run.resume:
+        folder.mkdir(parents=True, exist_ok=True)
+    # first, so that an error names the launcher and not its worker, which it would replace
+    if expected is None and (folder / LOGS).is_dir():
+        stack.enter_context(files.locked_folder(folder / LOGS, folder))
+    stack.enter_context(files.locked_folder(folder))
+    run.files.identify()
+
+
+def _read_state(run: Run) -> dict[str, Any]:
+    """Return the state of the last checkpoint; empty if the run has none yet."""
+    folder = run.folder
+    check_resumed_options(run.config, read_config(folder).to_dict(), folder)
+    if numbers := checkpoint_numbers(folder):
+        path, remedy = checkpoint_path(folder, numbers[-1]), remedy_of(folder, numbers[-1])
+        return checkpoint.load(path, remedy=remedy) | {"number": numbers[-1]}
+    # a run that was killed before its first checkpoint can start again
+    for name in (RECORD, BEST):
+        if (folder / name).exists():
+            raise ValueError(
+                f"the run in {folder} has {name}, but no checkpoint in {folder / CHECKPOINTS}\n\n"
+                "hint: restore the checkpoint from a copy, or start another run with --out"
+            )
+    run.reporter.say(f"{folder} has no checkpoint yet: the run starts again")
+    return {}
 
 
 def check_resumed_options(config: TrainConfig, options: Mapping[str, Any], folder: Any) -> None:
@@ -379,31 +392,6 @@ def check_resumed_options(config: TrainConfig, options: Mapping[str, Any], folde
                 f"{shown(config[name])}\n\n"
                 "hint: a resumed run keeps its options; start another with --out"
             )
-
-
-def _read_best(run: Run, saved: Any) -> Any:
-    """Return the epoch and the scores of the best model of a resumed run.
-
-    Its file may be newer than the checkpoint, if the run was killed between both.
-
-    Args:
-        run: the run.
-        saved: those of the checkpoint; empty if there was no best model yet.
-    """
-    if not saved and not (run.folder / BEST).exists():
-        return {}
-    try:
-        best = checkpoint.load_best(run.folder)
-        if run.embeddings is not None:
-            verify_arrays(best_rows(run.folder, best["epoch"]))
-    except (OSError, ValueError) as error:
-        cause = str(error).partition("\n\n")[0]
-        run.reporter.say(
-            f"warning: the best model is lost: {cause}; none can be evaluated until an epoch is "
-            "better"
-        )
-        return saved
-    return {key: best[key] for key in ("epoch", "valid", "scores")}
 
 
 def _restore_loader(run: Run, state: Mapping[str, Any]) -> None:
@@ -429,8 +417,7 @@ def _restore_worker(run: Run, own: Mapping[str, Any]) -> None:
 def _format_resumed(run: Run) -> str:
     folder, epoch, epochs = run.folder, run.epoch, run.config.training.epochs
     if epoch < epochs:
-        where = f"in epoch {epoch + 1}" if run.in_epoch else f"after epoch {epoch}"
-        return f"resuming {folder} {where}"
+        return f"resuming {folder} {run.position}"
     if epoch > epochs:
         return (
             f"{folder} has finished {epoch} epochs, so --epochs {epochs} has no effect; the result "

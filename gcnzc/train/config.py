@@ -431,7 +431,7 @@ class TrainConfig(Options):
     }
 
     def __init__(self, **given: Any) -> None:
-        given = check_names(TrainConfig, given)
+        given = check_names(TrainConfig, given.items())
         given = {**_preset_options(given), **given}
         given = {**_determined(given), **given}
         for each in fields(self):

@@ -12,19 +12,17 @@ class Interrupted(Exception):
 
 
 class SavedRun(Interrupted):
-    """A worker received a stop request, and all files of the run are saved."""
+    """A worker received a stop request, and all files of the run are saved.
 
-    def __init__(self, epoch: int, folder: Path) -> None:
-        self.stopped = f"stopped in epoch {epoch}; all files are saved"
-        self.remedy = f"`gcnzc train --resume {folder}` resumes the run from here"
-        super().__init__(f"{self.stopped}\n\nhint: {self.remedy}")
+    Args:
+        position: such as "after epoch 3".
+        folder: of the run.
+        signal: the signal that this worker has received; 0 if only another one has.
+    """
 
-    def format_restart(self) -> str:
-        """Return the message for a worker that its launcher may restart."""
-        return (
-            f"{self.stopped}. The launcher may restart the workers, which then resume the run; "
-            f"otherwise {self.remedy}"
-        )
+    def __init__(self, position: str, folder: Path, signal: int) -> None:
+        self.position, self.signal = position, signal
+        super().__init__(f"stopped {position}; resume with `gcnzc train --resume {folder}`")
 
 
 class PeerFailed(Exception):

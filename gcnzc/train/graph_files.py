@@ -1,18 +1,29 @@
 """The checksums of a run's graph, so that the run does not resume on another graph."""
 
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gcnzc.datasets.store import HETERO_VERSION, VERSION, is_hetero, is_prepared, read_meta
+from gcnzc.graph.dataset import Dataset
+from gcnzc.train.hetero.data import HeteroDataset
 
 
-def describe_files(graph: Path) -> dict[str, list[Any]]:
-    """Return shape, dtype and CRC-32 of the arrays of a prepared folder; nothing for other data."""
-    if not is_prepared(graph):
-        return {}
-    version = HETERO_VERSION if is_hetero(graph) else VERSION
-    files = read_meta(graph, version)["files"].items()
+def describe_files(data: Dataset | HeteroDataset) -> dict[str, list[Any]]:
+    """Return shape, dtype and CRC-32 of the arrays of a prepared folder.
+
+    Of other data, return those of the labels and of the numbers of neighbours.
+    """
+    if not is_prepared(data.folder):
+        assert isinstance(data, Dataset), "heterogeneous graphs are in prepared folders"
+        arrays = {"indptr": data.graph.indptr, "labels": data.labels}
+        return {
+            f"loaded/{name}": [list(a.shape), str(a.dtype), zlib.crc32(a.numpy().tobytes())]
+            for name, a in arrays.items()
+        }
+    version = HETERO_VERSION if is_hetero(data.folder) else VERSION
+    files = read_meta(data.folder, version)["files"].items()
     return {
         name: [entry["shape"], entry["dtype"], entry["crc32"]]
         for name, entry in files

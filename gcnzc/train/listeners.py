@@ -6,7 +6,7 @@ Those for statistics, traces, results and checkpoints are in `epoch_stats`, `tra
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -53,9 +53,23 @@ class Best(Callback):
     """Keeps the weights with the best validation score, and stops a run without progress."""
 
     def __init__(self) -> None:
-        self.best: dict[str, Any] = {}
-        """on the first worker, the best model that this command has found"""
-        self.is_written = True
+        self.state: dict[str, Any] = {}
+        """epoch, validation score and scores of the best model, and on the first worker its
+        weights (`model`); empty before the first evaluation"""
+        self.is_written = False
+
+    def on_start(self, run: Run) -> None:
+        """See `Callback`; a run that was resumed after its end has nothing left to do."""
+        run.best = {name: value for name, value in self.state.items() if name != "model"}
+        if run.is_first and run.embeddings is not None and run.best:
+            rows = best_rows(run.folder, run.best["epoch"])
+            if not rows.is_file():
+                run.reporter.say(
+                    f"warning: the best model is lost: {rows} is missing; none can be evaluated "
+                    "until an epoch is better"
+                )
+        if not run.in_epoch:
+            self.check_patience(run)
 
     def on_evaluate(self, run: Run) -> None:
         """See `Callback`."""
@@ -74,7 +88,7 @@ class Best(Callback):
             if run.is_first and has_rows:
                 weights = run.evaluated.state_dict()
                 model = {name: value.clone() for name, value in weights.items()}
-                self.best, self.is_written = {**run.best, "model": model}, False
+                self.state, self.is_written = {**run.best, "model": model}, False
 
     def on_record(self, run: Run) -> None:
         """See `Callback`."""
@@ -100,27 +114,19 @@ class Best(Callback):
         """See `Callback`."""
         self.write(run)
 
-    def write(self, run: Run) -> bool:
-        """Write the best model on the first worker, also if its file was removed.
-
-        Returns:
-            Whether the file has the best model.
-        """
+    def write(self, run: Run) -> None:
+        """Write the best model on the first worker, also if its file was removed."""
         path = run.folder / BEST
-        if not self.best or (self.is_written and path.exists()):
-            return True
-        self.is_written = run.files.attempt(BEST, partial(checkpoint.save, path, self.best))
-        for path in run.folder.glob("best-*.npz") if self.is_written else ():
-            if path != best_rows(run.folder, run.best["epoch"]):
-                # a file that is left on a read-only disk does no harm
-                with suppress(OSError):
-                    path.unlink()
-        return self.is_written
+        if run.is_first and self.state and not (self.is_written and path.exists()):
+            self.is_written = run.files.attempt(BEST, partial(checkpoint.save, path, self.state))
 
-    def on_start(self, run: Run) -> None:
-        """See `Callback`; a run that was resumed after its end has nothing left to do."""
-        if not run.in_epoch:
-            self.check_patience(run)
+    def state_dict(self) -> dict[str, Any]:
+        """See `Callback`; the file of the best model may be newer than a checkpoint."""
+        return self.state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Callback`."""
+        self.state = dict(state)
 
 
 class Record(Callback):
@@ -270,4 +276,4 @@ class Signals(Callback):
 
     def on_start(self, run: Run) -> None:
         """See `Callback`."""
-        run.is_interrupted = self.stack.enter_context(stop_requests()).is_set
+        run.received_signal = self.stack.enter_context(stop_requests())

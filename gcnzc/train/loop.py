@@ -16,6 +16,7 @@ from gcnzc.exchange.sync import all_gather, all_gather_scalar, synchronize_buffe
 from gcnzc.system.malloc import freed_memory
 from gcnzc.train.accumulation import Accumulation
 from gcnzc.train.callbacks import Callback, Hooks
+from gcnzc.train.checkpoint import to_plain
 from gcnzc.train.errors import Interrupted, StopTraining
 from gcnzc.train.node_outputs import Evaluated
 from gcnzc.train.signals import STOP
@@ -119,6 +120,7 @@ def finish_epoch(run: Run, hooks: Hooks) -> None:
     if run.is_last or (run.epoch + 1) % training.evaluate_every == 0:
         evaluate(run, hooks)
     run.epoch, run.in_epoch = run.epoch + 1, False
+    run.line = to_plain(run.line, "run.line")
     run.lines.append(run.line)
     run.agreed = run.wanted()
     if run.group.world_size > 1:  # clocks and signals differ between workers
@@ -141,6 +143,8 @@ def score_last_epoch(run: Run, hooks: Hooks) -> None:
     """
     run.line = run.lines[-1]
     if f"valid_{run.task.metric}" in run.line:
+        if run.stopped is not None and not run.is_last:  # by its evaluation or its record
+            run.optimizer.finalize()
         return
     if not run.in_epoch:
         run.epoch, run.is_last = run.epoch - 1, True
@@ -178,7 +182,7 @@ def evaluate(run: Run, hooks: Hooks) -> None:
 
 def agree_to_stop(run: Run) -> None:
     """Set `run.stopped` on all workers if a signal or a callback of one of them ends the run."""
-    own = 2 if run.is_interrupted() else int(run.ending is not None)
+    own = 2 if run.received_signal() else int(run.ending is not None)
     requests = run_algorithm(all_gather_scalar(own), run.group)
     if max(requests) == 2:
         run.stopped = Interrupted(f"worker {requests.index(2)} has received a signal")

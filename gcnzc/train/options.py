@@ -10,7 +10,7 @@ class.
 import functools
 import json
 import sys
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, TypeVar, cast, get_args, get_type_hints
@@ -158,14 +158,14 @@ def _rows(kind: Any) -> Mapping[str, Row]:
     return found
 
 
-def check_names(kind: type, given: Mapping[str, Any], source: str = "") -> dict[str, Any]:
+def check_names(kind: type, given: Iterable[tuple[str, Any]], source: str = "") -> dict[str, Any]:
     """Return options by the names of their rows; those of files may have - for _.
 
     Raises:
         ValueError: an option is unknown or given twice.
     """
     found: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in given:
         own = name.replace("-", "_")
         if own not in rows(kind):
             raise ValueError(f"{source}{not_among('option', name, rows(kind))}")
@@ -173,6 +173,14 @@ def check_names(kind: type, given: Mapping[str, Any], source: str = "") -> dict[
             raise ValueError(f"{source}{own} is given twice")
         found[own] = value
     return found
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, whose names are unique."""
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{max(names, key=names.count)} is given twice")
+    return dict(pairs)
 
 
 def read_options(path: Path, kind: type) -> dict[str, Any]:
@@ -185,7 +193,7 @@ def read_options(path: Path, kind: type) -> dict[str, Any]:
     is_json = path.suffix == ".json"
     try:
         text = path.read_bytes().decode()
-        table = json.loads(text) if is_json else tomllib.loads(text)
+        table = json.loads(text, object_pairs_hook=_object) if is_json else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         remedy = "restore it from a copy" if is_json else "write lines such as `epochs = 20`"
         raise ValueError(
@@ -198,11 +206,7 @@ def read_options(path: Path, kind: type) -> dict[str, Any]:
         for name, value in table.items()
         for pair in (value.items() if isinstance(value, dict) else [(name, value)])
     ]
-    if len(pairs) > len(dict(pairs)):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{path}: {twice} is given twice")
-    given = check_names(kind, dict(pairs), f"{path}: ")
+    given = check_names(kind, pairs, f"{path}: ")
     for name, value in given.items():
         try:
             given[name] = rows(kind)[name].parse(value)

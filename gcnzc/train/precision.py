@@ -6,7 +6,7 @@ multiplies the loss by the loss scale.
 Only training steps are affected: evaluations, predictions and exports compute in float32.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
@@ -134,25 +134,14 @@ class Precision:
         """Number of consecutive skipped steps that can be due to the initial loss scale."""
         return 0 if self.scaler is None else SCALE_STEPS
 
-    def state(self) -> Tensor | None:
-        """Return the state of GradScaler on this worker, (2,) float64; None if there is none."""
-        if self.scaler is None:
-            return None
-        state = self.scaler.state_dict()
-        return torch.tensor([state["scale"], state["_growth_tracker"]], dtype=torch.float64)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of GradScaler on this worker; empty if there is none."""
+        return {} if self.scaler is None else self.scaler.state_dict()
 
-    def load_states(self, states: Tensor, rank: int, world_size: int) -> None:
-        """Load this worker's state, given the states of all workers, (W, 2) float64.
-
-        With another number of workers, all continue with the smallest loss scale.
-        """
-        if self.scaler is None:
-            return
-        state = states[rank] if len(states) == world_size else states.amin(0)
-        scale, steps = state.tolist()
-        self.scaler.load_state_dict(
-            self.scaler.state_dict() | {"scale": scale, "_growth_tracker": int(steps)}
-        )
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load the state of one worker, or of several that with the smallest loss scale."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(dict(min(states, key=lambda state: state["scale"])))
 
 
 def check_precision(name: PrecisionName, device: torch.device) -> None:

@@ -11,10 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from gcnzc.exchange import Group
 from gcnzc.system import files
+from gcnzc.train import checkpoint
 from gcnzc.train.checkpointing import check_resumed_options
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.errors import Interrupted
+from gcnzc.train.errors import SavedRun
+from gcnzc.train.graph_files import check_files, describe_files
+from gcnzc.train.hetero.data import load_data
 from gcnzc.train.output_files import cause_of
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.run import train
@@ -24,7 +28,9 @@ from gcnzc.train.run_folder import (
     RUNS,
     SUMMARY,
     check_free_folder,
+    checkpoint_numbers,
     folder_of_seed,
+    last_checkpoint,
     read_runs,
 )
 
@@ -81,6 +87,7 @@ def repeat(
         if not config.run.resume:
             for each in (folder, *(folder_of_seed(folder, seed) for seed in seeds)):
                 check_free_folder(each)
+        _check_graph(config, [folder_of_seed(folder, seed) for seed in seeds])
         files.write_json(folder / RUNS, config.replace(out=None, resume=None).to_dict())
         results = []
         for number, seed in enumerate(seeds):
@@ -106,10 +113,9 @@ def _train_seed(
     resume = run if (run / CONFIG).exists() else None
     try:
         return train_one(config.replace(runs=1, seed=seed, out=None, resume=resume), run)
-    except Interrupted as error:
+    except SavedRun as error:
         # the same command resumes this run, and then trains the others
-        text = str(error).replace(f"--resume {run}", f"--resume {folder}")
-        raise Interrupted(f"seed {seed}: {text}") from None
+        raise SavedRun(f"{error.position} of seed {seed}", folder, error.signal) from None
 
 
 def _finished_result(config: TrainConfig, run: Path) -> dict[str, Any] | None:
@@ -126,6 +132,20 @@ def _finished_result(config: TrainConfig, run: Path) -> dict[str, Any] | None:
         )
     is_finished = options.get("epochs") == config.training.epochs and not result.get("unsaved")
     return result if is_finished else None
+
+
+def _check_graph(config: TrainConfig, runs: Sequence[Path]) -> None:
+    """Check that the runs that are finished were trained on this graph.
+
+    Raises:
+        ValueError: one was not.
+    """
+    if finished := [run for run in runs if (run / RESULT).exists() and checkpoint_numbers(run)]:
+        data = load_data(config, Group())
+        here = describe_files(data)
+        for run in finished:
+            there = checkpoint.load(last_checkpoint(run))["graph"]
+            check_files(here, there, data.folder, run)
 
 
 def _check_resumed(config: TrainConfig, folder: Path) -> None:

@@ -103,13 +103,12 @@ class Result(Callback):
 
 def interruption(run: Run) -> Interrupted:
     """Return the error of a run that a signal has ended; a collective call."""
-    epoch = min(run.epoch + 1, run.config.training.epochs)
     if not any(run_algorithm(all_gather_scalar(len(run.files.failures)), run.group)):
-        return SavedRun(epoch, run.folder)
+        return SavedRun(run.position, run.folder, run.received_signal())
     message = "worker 0 could not write all files"
     if run.is_first:
         message = format_unsaved_error(run.folder, run.files.causes())
-    return Interrupted(f"stopped in epoch {epoch}; {message}")
+    return Interrupted(f"stopped {run.position}; {message}")
 
 
 def result_of(run: Run) -> dict[str, Any]:

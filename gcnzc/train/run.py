@@ -35,7 +35,7 @@ from gcnzc.train.build import (
     format_one_worker_warning,
     format_warmup_warning,
 )
-from gcnzc.train.callbacks import Callback, load_callbacks
+from gcnzc.train.callbacks import Callback, check_callback, load_callbacks
 from gcnzc.train.checkpointing import Checkpoint
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import Statistics
@@ -167,12 +167,20 @@ def train(
     began, alone = time.perf_counter(), group is None
     reporter, group = reporter or NullReporter(), group or Group()
     _check(config, group, alone)
-    callbacks = [*load_callbacks(config.run.callback), *callbacks]
+    for each in callbacks:
+        check_callback(each, "train: one of `callbacks`")
+    own = [*load_callbacks(config.run.callback), *callbacks]
     for message in unread(config, rows(TrainConfig)):
         reporter.say(f"warning: {message}".replace("\n\nhint: ", "; "))
     with ExitStack() as stack:
         run = stack.enter_context(built(config, Path(folder), group, reporter, began))
-        fit(run, all_callbacks(run, callbacks, launch, stack))
+        statistics, best = Statistics(run.device), Best()
+        records = Record(statistics)
+        saving = Checkpoint(run, statistics, best, [records, best, *own])
+        saving.begin(run, launch, stack)
+        standard = [statistics, Average(), best, records, Board(), Progress(statistics, stack)]
+        # the checkpoint is written after all others have seen an event
+        fit(run, [*standard, Trace(), Signals(stack), *own, saving, Result()])
         if isinstance(run.stopped, Interrupted):
             raise interruption(run)
     return run.result
@@ -268,33 +276,6 @@ def open_embeddings(run: Run, stack: ExitStack) -> TrainedEmbeddings | None:
     columns = run.config.model.embeddings["dim"]
     run.reporter.say(f"embeddings of {columns} columns are trained for {names}")
     return TrainedEmbeddings(run.config, tables, run.group)
-
-
-def all_callbacks(
-    run: Run, own: Sequence[Callback], launch: record.Launch | None, stack: ExitStack
-) -> list[Callback]:
-    """Return the callbacks of a run, after it is started or restored: the caller's before the last.
-
-    The checkpoint is written after all others have seen an event.
-    """
-    statistics, best = Statistics(run.device), Best()
-    records = Record(statistics)
-    stored = [records, *own]
-    saving = Checkpoint(run, statistics, best, stored, launch, stack)
-    saving.begin(run)
-    return [
-        statistics,
-        Average(),
-        best,
-        records,
-        Board(),
-        Progress(statistics, stack),
-        Trace(),
-        Signals(stack),
-        *own,
-        saving,
-        Result(),
-    ]
 
 
 def _check(config: TrainConfig, group: Group, alone: bool) -> None:

@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -11,22 +11,26 @@ STOP, SAVE = 0, 1
 
 
 @contextmanager
-def stop_requests() -> Iterator[threading.Event]:
-    """Provide an event that SIGINT and SIGTERM set; a second signal has its previous effect."""
-    stopped = threading.Event()
+def stop_requests() -> Iterator[Callable[[], int]]:
+    """Provide a function that returns the SIGINT or SIGTERM that was received; 0 if none was.
+
+    A second signal has its previous effect.
+    """
+    received = 0
     if threading.current_thread() is not threading.main_thread():
-        yield stopped
+        yield lambda: 0
         return
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def request_stop(number: int, frame: FrameType | None) -> None:
-        stopped.set()
+        nonlocal received
+        received = number
         signal.signal(number, previous[signal.Signals(number)])
 
     for number in previous:
         signal.signal(number, request_stop)
     try:
-        yield stopped
+        yield lambda: received
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -8,8 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from gcnzc.exchange import Group
+from gcnzc.exchange import Group, WorkerLost
 from gcnzc.exchange import run as run_algorithm
+from gcnzc.exchange.long_work import joint_work
 from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
@@ -123,8 +124,8 @@ class Run:
     evaluated: nn.Module | None = None
     result: dict[str, Any] = field(default_factory=dict)
     stopped: Exception | None = None
-    is_interrupted: Callable[[], bool] = lambda: False
-    """whether this worker has received SIGINT or SIGTERM"""
+    received_signal: Callable[[], int] = lambda: 0
+    """the SIGINT or SIGTERM that this worker has received; 0 if none"""
     is_save_due: Callable[[], bool] = lambda: False
     """whether this worker requests a checkpoint"""
     ending: StopTraining | None = None
@@ -146,18 +147,28 @@ class Run:
         """Whether this worker writes the files of the run."""
         return self.group.rank == 0
 
+    @property
+    def position(self) -> str:
+        """Where in the run this is, for messages: in an epoch, or after one."""
+        return f"in epoch {self.epoch + 1}" if self.in_epoch else f"after epoch {self.epoch}"
+
     def on_first(self, function: Callable[[], object]) -> None:
         """Call a function on the first worker; if it raises an error, all workers raise one.
+
+        It may take longer than the time limit of the group.
 
         Raises:
             PeerFailed: on the other workers, if the function raised an error.
         """
         error: Exception | None = None
-        if self.is_first:
-            try:
-                function()
-            except Exception as failure:  # any error, because the other workers wait
-                error = failure
+        with joint_work(self.group) as work:
+            if self.is_first:
+                try:
+                    work.run_in_thread(function)
+                except WorkerLost:
+                    raise
+                except Exception as failure:  # any error, because the other workers wait
+                    error = failure
         if any(run_algorithm(all_gather_scalar(int(error is not None)), self.group)):
             raise error or PeerFailed("the first worker has failed")
 
@@ -167,7 +178,7 @@ class Run:
 
     def wanted(self) -> list[bool]:
         """Return the requests of this worker, in the order of `STOP` and `SAVE`."""
-        return [self.is_interrupted() or self.ending is not None, self.is_save_due()]
+        return [bool(self.received_signal()) or self.ending is not None, self.is_save_due()]
 
     def mark(self, name: str) -> None:
         """End a stage of the training thread, such as "wait"; one without a name is not counted."""

@@ -201,10 +201,10 @@ def _convert(given: Any, kind: Any) -> Any:
         return {"true": True, "false": False}[str(given).lower()]
     if origin is tuple:
         item, *rest = get_args(kind)
-        words = given.split(",") if isinstance(given, str) else given
-        if rest and rest[0] is not ... and len(words) != len(rest) + 1:
+        words = given.split(",") if isinstance(given, str) and given else given
+        if "" in words or (rest and rest[0] is not ... and len(words) != len(rest) + 1):
             raise ValueError
-        return tuple(_convert(each, item) for each in words if each != "")
+        return tuple(_convert(each, item) for each in words)
     is_number = isinstance(given, int | float) or hasattr(given, "__index__")
     if isinstance(given, bool) or (kind is int and isinstance(given, float)):
         raise ValueError

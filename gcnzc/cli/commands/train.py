@@ -32,8 +32,7 @@ def _find_data_and_launch(
         return builtin_graph.prepared(reporter) if config.graph.data is None else config.graph.data
 
     with joint_work(group) as work:
-        # in the main thread if there are no other workers, so that SIGTERM removes partial files
-        path = work.run_in_thread(find_data) if group.world_size > 1 else find_data()
+        path = work.run_in_thread(find_data)
         own = launch.own_launch()
     return path, run(launch.agree_on_launch(own), group)
 

@@ -91,9 +91,11 @@ class TrainedEmbeddings:
         """
         arrays = {f"{name}/rows": table.rows.numpy() for name, table in self.tables.items()}
         path = best_rows(files.folder, epoch)
-        with joint_work(self.group):
-            return self.group.rank != 0 or files.attempt(
-                "best-*.npz", lambda: write_arrays(path, arrays, {"epoch": epoch})
+        with joint_work(self.group) as work:
+            return self.group.rank != 0 or work.run_in_thread(
+                lambda: files.attempt(
+                    "best-*.npz", lambda: write_arrays(path, arrays, {"epoch": epoch})
+                )
             )
 
     def load(self, path: Path, remedy: str) -> None:
