@@ -111,7 +111,7 @@ class Interrupting(Callback):
         self.step = step
 
     def on_start(self, run: Run) -> None:
-        run.is_interrupted = lambda: run.in_epoch and run.steps >= self.step - 1
+        run.received_signal = lambda: run.in_epoch and run.steps >= self.step - 1
 
 
 def saved(run: Path) -> dict[str, Any]:
@@ -149,5 +149,5 @@ def train_as_worker(
         try:
             found = train(config, folder, listener, group, callbacks=[stopping])
         except Interrupted as error:
-            return str(error).splitlines()[0]
+            return str(error).partition(";")[0]
     return found | {"said": [line for line in listener.said if "not finite" in line]}

@@ -198,8 +198,8 @@ class Checkpoint(Callback):
             run.embeddings.optimizer.save(self._path("rows"))
 
     def _write(self, run: Run, state: Mapping[str, Any], waits: bool) -> None:
-        if not self.has_options:
-            folder, options = run.folder, run.config.replace(resume=None).to_dict()
+        folder, options = run.folder, run.config.replace(resume=None).to_dict()
+        if not (self.has_options and (folder / CONFIG).exists()):
             if not (folder / SCHEMA).exists():
                 run.files.attempt(SCHEMA, lambda: write_schema(folder, run.data))
             # written last: a folder without this file has no run

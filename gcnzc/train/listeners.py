@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from gcnzc.system.array_file import verify_arrays
 from gcnzc.train import checkpoint, record
 from gcnzc.train.callbacks import Callback
 from gcnzc.train.epoch_stats import Statistics
@@ -61,13 +62,8 @@ class Best(Callback):
     def on_start(self, run: Run) -> None:
         """See `Callback`; a run that was resumed after its end has nothing left to do."""
         run.best = {name: value for name, value in self.state.items() if name != "model"}
-        if run.is_first and run.embeddings is not None and run.best:
-            rows = best_rows(run.folder, run.best["epoch"])
-            if not rows.is_file():
-                run.reporter.say(
-                    f"warning: the best model is lost: {rows} is missing; none can be evaluated "
-                    "until an epoch is better"
-                )
+        if run.embeddings is not None and run.best:
+            run.on_first(lambda: self._check_rows(run))
         if not run.in_epoch:
             self.check_patience(run)
 
@@ -113,6 +109,16 @@ class Best(Callback):
     def on_end(self, run: Run) -> None:
         """See `Callback`."""
         self.write(run)
+
+    def _check_rows(self, run: Run) -> None:
+        try:
+            verify_arrays(best_rows(run.folder, run.best["epoch"]))
+        except (OSError, ValueError) as error:
+            cause = str(error).partition("\n\n")[0]
+            run.reporter.say(
+                f"warning: the best model is lost: {cause}; none can be evaluated until an epoch "
+                "is better"
+            )
 
     def write(self, run: Run) -> None:
         """Write the best model on the first worker, also if its file was removed."""

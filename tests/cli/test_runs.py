@@ -2,14 +2,17 @@
 
 import json
 import shutil
+import signal
 import statistics
 
 import pytest
 from command_runs import ran, started
 from training import planted
 
+from gcnzc import prepare
+from gcnzc.datasets.generate import Shape, make
 from gcnzc.train import run as train_run
-from gcnzc.train.errors import Interrupted
+from gcnzc.train.errors import SavedRun
 
 OPTIONS = ["--fanouts", "3,3", "--hidden", "4", "--batch-size", "100"]
 OPTIONS += ["--epochs", "2"]
@@ -33,13 +36,14 @@ def test_several_seeds_are_summarized_and_resumed_as_a_whole(graph, tmp_path, ca
         if folder == out / "seed-5" and config.run.resume is None:
             train_one(config, folder, *given, **named)
             (folder / "result.json").unlink()
-            raise Interrupted(f"stopped\n\nhint: `gcnzc train --resume {folder}` resumes it")
+            raise SavedRun("after epoch 2", folder, signal.SIGINT)
         return train_one(config, folder, *given, **named)
 
     monkeypatch.setattr(train_run, "train", stops_in_the_second)
     words = [graph, *OPTIONS, "--runs", 3, "--seed", 4, "--out", out]
-    _, err = ran(capsys, "train", *words, status=1)
-    assert f"hint: `gcnzc train --resume {out}` resumes" in err
+    _, err = ran(capsys, "train", *words, status=130)
+    expected = f"stopped after epoch 2 of seed 5; resume with `gcnzc train --resume {out}`"
+    assert expected in err
     assert {path.name for path in out.iterdir()} == {"runs.json", "seed-4", "seed-5"}
     line, err = ran(capsys, "train", "--resume", out)
     # the first run was finished
@@ -103,6 +107,22 @@ def test_folders_and_options_that_do_not_fit_several_runs(graph, tmp_path, capsy
     _, err = ran(capsys, "train", *last, status=1)
     assert "--seed must be at most" in err
     assert not (tmp_path / "last").exists()
+
+
+def test_runs_on_another_graph_are_not_averaged(graph, tmp_path, capsys):
+    make(tmp_path / "raw", "planted", Shape(400, 2000, 8, 3), seed=7)
+    prepare(tmp_path / "raw", tmp_path / "other")
+    # prepared graphs, and their sources
+    for number, pair in enumerate(
+        ((graph, tmp_path / "other"), (graph.parent / "raw", tmp_path / "raw"))
+    ):
+        out = tmp_path / f"out{number}"
+        ran(capsys, "train", pair[0], *OPTIONS, "--runs", 2, "--out", out)
+        runs = (out / "runs.json").read_text()
+        _, err = ran(capsys, "train", pair[1], "--resume", out, "--runs", 3, status=1)
+        assert f"{pair[1]} is not the graph that the run in {out / 'seed-0'} was trained on" in err
+        assert (out / "runs.json").read_text() == runs
+        assert ran(capsys, "train", pair[0], "--resume", out)[0]["runs"] == 2
 
 
 @pytest.mark.slow

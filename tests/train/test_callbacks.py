@@ -1,12 +1,16 @@
 """Callbacks listen to a run, keep a state, and end it on all workers."""
 
 import re
+import time
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from command_runs import failed
 from processes import results
+from torch import nn
 from training import Listener, Stopped, Stopping, assert_same_run, lines, planted, saved
 
 from gcnzc.cli import main
@@ -14,6 +18,7 @@ from gcnzc.exchange import init_group
 from gcnzc.train import Callback, StopTraining, TrainConfig, train
 from gcnzc.train.callbacks import EVENTS
 from gcnzc.train.errors import PeerFailed
+from gcnzc.train.state import Run
 
 # 240 training nodes: 8 steps in an epoch, and 4 of two workers
 SIZES = {"fanouts": (3, 3), "hidden": 8, "batch_size": 30, "epochs": 3, "lr": 0.01, "threads": 1}
@@ -49,12 +54,10 @@ for _name in EVENTS:
 
 
 @pytest.mark.parametrize("where", ["state", "line"])
-def test_values_that_a_checkpoint_cannot_have_are_refused_when_it_is_written(
-    where, graph, tmp_path
-):
+def test_values_that_a_checkpoint_cannot_have_are_refused(where, graph, tmp_path):
     class Odd(Callback):
         def on_epoch(self, run):
-            run.line["odd"] = np.float32(1) if where == "line" else 1.0
+            run.line["odd"] = Fraction(1, 2) if where == "line" else 1.0
 
         def state_dict(self):
             return {"odd": Fraction(1, 2)} if where == "state" else {}
@@ -62,6 +65,30 @@ def test_values_that_a_checkpoint_cannot_have_are_refused_when_it_is_written(
     config = TrainConfig(data=graph, **SIZES, checkpoint_every_s=0)
     with pytest.raises(TypeError, match=f"{where}.*: a checkpoint can only have tensors"):
         train(config, tmp_path / "run", callbacks=[Odd()])
+
+
+def test_numbers_of_numpy_are_recorded_as_numbers(graph, tmp_path):
+    class Numbers(Callback):
+        def on_epoch(self, run):
+            run.line |= {"half": np.float32(0.5), "counts": [np.int64(3)]}
+
+        def state_dict(self):
+            return {"half": np.float16(0.5)}
+
+    train(TrainConfig(data=graph, **SIZES), tmp_path / "run", callbacks=[Numbers()])
+    for line in (lines(tmp_path / "run")[-1], saved(tmp_path / "run")["lines"][-1]):
+        assert (line["half"], line["counts"]) == (0.5, [3])
+
+
+def test_methods_that_are_set_on_a_callback_are_called(graph, tmp_path):
+    calls, callback = [], Callback()
+    callback.on_epoch = lambda run: calls.append(run.epoch)
+    train(TrainConfig(data=graph, **SIZES), tmp_path / "run", callbacks=[callback])
+    assert calls == [0, 1, 2]
+    with pytest.raises(
+        ValueError, match=r"is no callback, but <class .*\n\nhint: give an instance"
+    ):
+        train(TrainConfig(data=graph, **SIZES), tmp_path / "other", callbacks=[Callback])
 
 
 def test_a_callback_receives_the_events_of_a_run(graph, tmp_path):
@@ -129,6 +156,48 @@ def train_with_callback(config, folder, rank, *words):
         except (PeerFailed, KeyError) as error:
             return type(error).__name__, str(error)
         return result["epochs"], watch.steps
+
+
+def work_on_the_first(folder):
+    """Work longer on the first worker than the others wait for an exchange."""
+    with init_group(timeout_s=2) as group:
+        run = SimpleNamespace(group=group, is_first=group.rank == 0)
+        Run.on_first(run, lambda: time.sleep(5))
+        return group.rank
+
+
+@pytest.mark.processes
+def test_others_wait_for_long_work_of_the_first_worker(tmp_path):
+    assert results(2, tmp_path, work_on_the_first, tmp_path) == [0, 1]
+
+
+class Final(Callback):
+    """Has the parameters at the end of a run that stops in an event of its first epoch."""
+
+    def __init__(self, event):
+        setattr(self, event, self.stop)
+
+    def stop(self, run):
+        raise StopTraining("enough")
+
+    def on_end(self, run):
+        self.weights = nn.utils.parameters_to_vector(run.model.parameters()).detach()
+
+
+def train_to_the_end(config, folder, event):
+    """The parameters of this worker after a run that a callback has ended."""
+    with init_group(timeout_s=60) as group:
+        final = Final(event)
+        train(config, folder, group=group, callbacks=[final])
+        return final.weights
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("event", ["on_evaluate", "on_record"])
+def test_workers_have_equal_parameters_after_a_stop(event, graph, tmp_path):
+    config = TrainConfig(data=graph, **SIZES, strategy="local-sgd:local_steps=100")
+    one, other = results(2, tmp_path, train_to_the_end, config, tmp_path / "run", event)
+    assert torch.equal(one, other)
 
 
 @pytest.mark.processes

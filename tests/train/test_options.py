@@ -293,9 +293,22 @@ def test_values_of_python_and_of_files_are_converted():
     config = EvaluateConfig(run="runs/x", predictions="y.npy")
     assert (config.run, config.predictions) == (Path("runs/x"), Path("y.npy"))
     assert TrainConfig(batch_size="all").loading.fanouts == (-1, -1, -1)
-    for wrong in ({"epochs": "3x"}, {"epochs": True}, {"fanouts": 5}, {"epoch": 3}):
-        with pytest.raises(ValueError, match=r"--epochs|--fanouts|'epoch'"):
+    for wrong in (
+        *({"epochs": "3x"}, {"epochs": True}, {"fanouts": 5}, {"epoch": 3}),
+        *({"fanouts": "3,,3"}, {"callback": "a:b,,c:d"}, {"fanouts": "3,"}),
+    ):
+        with pytest.raises(ValueError, match=r"--epochs|--fanouts|--callback|'epoch'"):
             TrainConfig(**wrong)
+
+
+def test_an_option_that_a_file_has_twice_is_refused(tmp_path):
+    for name, text in (
+        ("c.json", '{"epochs": 3, "epochs": 4}'),
+        ("c.toml", "epochs=3\n[x]\nepochs=4"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UsageError, match="epochs is given twice"):
+            parse(["train", "--config", str(tmp_path / name)])
 
 
 def test_every_strategy_is_in_the_documentation():
