@@ -62,6 +62,7 @@ DOORS = {
     "torch_geometric": {"gcnzc/interop/pyg/importing.py"},
     "lightning": {"gcnzc/interop/lightning.py"},
     "pytorch_lightning": {"gcnzc/interop/lightning.py"},
+    "wandb": {"gcnzc/train/wandb.py"},
     "torch.cuda.Stream": {"gcnzc/system/streams.py"},
     "torch.cuda.Event": {"gcnzc/system/streams.py", "gcnzc/tune/pcie_bench.py"},
     "torch.cuda.stream": {"gcnzc/system/streams.py"},

@@ -4,7 +4,10 @@ from pathlib import Path
 
 
 class StopTraining(Exception):
-    """Ends a run as if its last epoch were over; callbacks raise it, see `Callback`."""
+    """Ends a run as if its last epoch were over; callbacks raise it, see `Callback`.
+
+    If the run is resumed, it trains on, up to `epochs`.
+    """
 
 
 class Interrupted(Exception):

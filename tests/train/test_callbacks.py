@@ -248,3 +248,31 @@ def test_the_command_imports_callbacks_by_name(graph, tmp_path, monkeypatch, cap
         error, hint = failed(capsys, [*words, name], 1)
         assert message in error
         assert re.search("watch(ing)?:Watch|subclass", hint)
+
+
+def test_runs_are_logged_to_weights_and_biases(graph, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    from gcnzc.train.wandb import WandB
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run, logged = tmp_path / "run", []
+
+    class Watched(WandB):
+        def on_start(self, run):
+            super().on_start(run)
+            log = self.board.log
+            self.board.log = lambda line, step: (
+                logged.append((self.id, step, line)),
+                log(line, step),
+            )
+
+    config = TrainConfig(data=graph, **SIZES)
+    train(config, run, callbacks=[Watched()])
+    train(config.replace(epochs=4, resume=run), run, callbacks=[Watched()])
+    assert [step for _, step, _ in logged] == [1, 2, 3, 4]
+    assert len({identity for identity, _, _ in logged}) == 1
+    for (_, _, line), record in zip(logged, lines(run), strict=True):
+        assert line == {key: value for key, value in record.items() if key in line}
+        assert {"loss", "valid_accuracy", "epoch_s"} <= set(line)
+    assert len([*(run / "wandb").glob("offline-run-*")]) == 2
