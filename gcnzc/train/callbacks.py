@@ -129,6 +129,9 @@ class Hooks:
                 if failure is not None:
                     raise failure
                 continue
-            failed = run_algorithm(all_gather_scalar(int(failure is not None)), run.group)
-            if any(failed):
-                raise failure or PeerFailed(f"worker {failed.index(1)} has failed")
+            state = 2 if failure is not None else int(run.ending is not None)
+            states = run_algorithm(all_gather_scalar(state), run.group)
+            if 2 in states:
+                raise failure or PeerFailed(f"worker {states.index(2)} has failed")
+            if 1 in states and run.ending is None:
+                run.ending = StopTraining(f"worker {states.index(1)} has ended the run")

@@ -291,9 +291,7 @@ class Checkpoint(Callback):
             _restore_loader(run, state["loader"])
         if is_same or run.is_first:
             # if the number of workers has changed, the first worker has the sums
-            self.statistics.own = sum_stats(
-                [EpochStats(run.device, each["tally"]) for each in owns]
-            )
+            self.statistics.own = sum_stats([EpochStats(**each["tally"]) for each in owns])
         if is_same:
             _restore_worker(run, owns[0])
         else:

@@ -5,6 +5,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,25 +26,11 @@ from gcnzc.train.state import Output, Run
 
 # times that every epoch's line has, also if they are 0
 TIMES = ("sample_s", "gather_s", "wait_s", "compute_s", "exchange_s", "hidden_s")
-
-
-# the numbers of an epoch, with the function that combines those of several workers
-NUMBERS: Mapping[str, Callable[[Iterable[Any]], Any]] = {
-    "loss": sum,
-    "right": sum,
-    "seeds": sum,
-    # all workers take the same steps
-    "steps": max,
-    # the steps that no worker's gradients changed
-    "skipped_in_a_row": min,
-    "bytes": sum,
-    "bytes_sent": sum,
-    "seeds_checksum": sum,
-    "hits": sum,
-    "peer_hits": sum,
-    "minibatches": sum,
-    "dropped": sum,
-}
+# how the numbers of several workers are combined that are not added: all workers take the same
+# steps, and `skipped_in_a_row` counts those that no worker's gradients changed
+COMBINED: Mapping[str, Callable[[Iterable[Any]], Any]] = {"steps": max, "skipped_in_a_row": min}
+# rows of logits that are counted together, since their operations take longer to start than to run
+COUNTED_ROWS = 4096
 
 
 def seeds_checksum(seeds: Tensor) -> int:
@@ -60,37 +48,35 @@ def seeds_checksum(seeds: Tensor) -> int:
     return int((mixed ^ (mixed >> np.uint64(31))).sum(dtype=np.uint64))
 
 
+@dataclass(eq=False)
 class EpochStats:
     """Sums over the steps of one epoch on one worker; part of a checkpoint.
 
-    Args:
-        device: of the sums.
-        state: from `state_dict`; None for an epoch that begins.
+    Its arguments are the values of `state_dict`.
     """
 
-    def __init__(self, device: torch.device, state: Mapping[str, Any] | None = None) -> None:
-        # float64 on the device, so that an addition does not synchronize with it
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.right = torch.zeros((), dtype=torch.float64, device=device)
-        # bytes: those of the gathered feature rows (`payload_bytes` of the record)
-        self.seeds = self.steps = self.bytes = 0
-        # the last steps without this worker's gradients, also those of earlier epochs
-        self.skipped_in_a_row = 0
-        self.bytes_sent = 0  # payload of all messages to other workers
-        self.seeds_checksum = 0  # modulo 2**64
-        # rows read from the feature cache, and those of them read from another worker's GPU
-        self.hits: int | Tensor = 0
-        self.peer_hits: int | Tensor = 0
-        # with DropCompute: the minibatches of the steps, and those of them that were dropped
-        self.minibatches = self.dropped = 0
-        self.seconds = Seconds(dict.fromkeys(TIMES, 0.0))
-        if state is not None:
-            self.loss.fill_(state["loss"])
-            self.right.fill_(state["right"])
-            for name in NUMBERS.keys() - {"loss", "right"}:
-                setattr(self, name, state[name])
-            self.seeds_checksum %= 2**64
-            self.seconds = Seconds(dict(state["times"]))
+    # these sums, and those of hits, are tensors on the device, which is not waited for
+    loss: Any = 0.0
+    right: Any = 0
+    seeds: int = 0
+    seeds_checksum: int = 0  # modulo 2**64
+    steps: int = 0
+    # the last steps without this worker's gradients, also those of earlier epochs
+    skipped_in_a_row: int = 0
+    bytes: int = 0  # of the gathered feature rows (`payload_bytes` of the record)
+    bytes_sent: int = 0  # payload of all messages to other workers
+    # rows that are read from the feature cache, and those of them from another worker's GPU
+    hits: Any = 0
+    peer_hits: Any = 0
+    # with DropCompute: the minibatches of the steps, and those of them that were dropped
+    minibatches: int = 0
+    dropped: int = 0
+    times: InitVar[Mapping[str, float]] = MappingProxyType(dict.fromkeys(TIMES, 0.0))
+
+    def __post_init__(self, times: Mapping[str, float]) -> None:
+        self.seconds = Seconds(times)
+        self._pending: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._pending_rows = 0
 
     def add(self, logits: Tensor, loss: Tensor, labels: Tensor, seeds: Tensor) -> None:
         """Add the loss and accuracy of one minibatch.
@@ -101,13 +87,28 @@ class EpochStats:
             labels: (B,) classes, (B, C) label columns, or (B,) labels of pairs, 0 or 1.
             seeds: (S,) int64 on the host, see `seeds_checksum`; B, or fewer in link prediction.
         """
-        self.loss += loss.double() * len(labels)
-        if labels.ndim == 1:
-            # one logit per pair of nodes, or one per class
-            predicted = logits > 0 if logits.ndim == 1 else logits.argmax(dim=1)
-            self.right += (predicted == labels).sum()
+        self._pending.append((logits, loss, labels, seeds))
         self.seeds += len(labels)
-        self.seeds_checksum = (self.seeds_checksum + seeds_checksum(seeds)) % 2**64
+        self._pending_rows += len(labels)
+        if self._pending_rows >= COUNTED_ROWS:
+            self.count()
+
+    def count(self) -> None:
+        """Add the pending minibatches to the sums."""
+        if not self._pending:
+            return
+        parts, losses, labels, seeds = zip(*self._pending, strict=True)
+        self._pending, self._pending_rows = [], 0
+        sizes = torch.tensor([len(each) for each in labels], dtype=torch.float64)
+        sizes = sizes.to(losses[0].device, non_blocking=True)
+        # float64, in which the sum of float32 losses is nearly always exact
+        self.loss = self.loss + (torch.stack(losses).double() * sizes).sum()
+        if labels[0].ndim == 1:
+            # one logit per pair of nodes, or one per class
+            logits = torch.cat(parts)
+            predicted = logits > 0 if logits.ndim == 1 else logits.argmax(dim=1)
+            self.right = self.right + (predicted == torch.cat(labels)).sum()
+        self.seeds_checksum = (self.seeds_checksum + seeds_checksum(torch.cat(seeds))) % 2**64
 
     def time(
         self, times: Mapping[str, float], stages: Sequence[Stage], waits: Sequence[Span]
@@ -129,19 +130,17 @@ class EpochStats:
     def of_all_workers(self) -> Algorithm[list["EpochStats"]]:
         """Gather the statistics of all workers, in the order of ranks."""
         texts = yield from all_gather_text(json.dumps(self.state_dict()))
-        return [EpochStats(self.loss.device, json.loads(text)) for text in texts]
+        return [EpochStats(**json.loads(text)) for text in texts]
 
     def format_progress(self, has_accuracy: bool) -> str:
         """Format the statistics for the progress bar; see `figures`."""
-        times = self.seconds.all()
-        spent = sum(times[name] for name in ("wait_s", "compute_s", "exchange_s"))
-        busy, seeds = max(spent, 1e-9), max(self.seeds, 1)
-        rate = format_rate(self.bytes / max(times["gather_s"], 1e-9))
-        accuracy = f"minibatch accuracy {self.right.item() / seeds:.4f}  " if has_accuracy else ""
+        line = self.figures(has_accuracy)
+        accuracy = f"minibatch accuracy {line['minibatch_accuracy']:.4f}  " if has_accuracy else ""
+        rate = format_rate(self.bytes / max(line["gather_s"], 1e-9))
         dropped = f"  dropped {self.dropped_share:.0%}" if self.minibatches else ""
         return (
-            f"loss {self.loss.item() / seeds:.4f}  {accuracy}"
-            f"{self.seeds / busy:,.0f} seeds/s  gather {rate}{dropped}"
+            f"loss {line['loss']:.4f}  {accuracy}"
+            f"{self.seeds / max(line['epoch_s'], 1e-9):,.0f} seeds/s  gather {rate}{dropped}"
         )
 
     @property
@@ -156,12 +155,13 @@ class EpochStats:
             has_accuracy: False if there are several labels per node.
             workers: number of workers whose sums these are.
         """
-        line: dict[str, Any] = {"loss": self.loss.item() / self.seeds, "steps": self.steps}
+        sums, seeds = self.state_dict(), max(self.seeds, 1)
+        line: dict[str, Any] = {"loss": sums["loss"] / seeds, "steps": self.steps}
         if has_accuracy:
             # with dropout, and with weights that change after each minibatch, unlike the
             # train_accuracy of an evaluation
-            line["minibatch_accuracy"] = self.right.item() / self.seeds
-        times = {name: seconds / workers for name, seconds in self.seconds.all().items()}
+            line["minibatch_accuracy"] = sums["right"] / seeds
+        times = {name: seconds / workers for name, seconds in sums["times"].items()}
         line["epoch_s"] = times["wait_s"] + times["compute_s"] + times["exchange_s"]
         line |= times | {"seeds": self.seeds, "seeds_checksum": f"{self.seeds_checksum:016x}"}
         if self.minibatches:
@@ -170,20 +170,21 @@ class EpochStats:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all sums as Python numbers."""
-        values = {name: getattr(self, name) for name in NUMBERS}
-        numbers = {
-            name: value.item() if isinstance(value, Tensor) else value
-            for name, value in values.items()
-        }
-        return numbers | {"times": self.seconds.all()}
+        self.count()
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name, value in values.items():
+            values[name] = value.item() if isinstance(value, Tensor) else value
+        return values | {"times": self.seconds.all()}
 
 
 def sum_stats(tallies: Sequence[EpochStats]) -> EpochStats:
-    """Combine the statistics of workers, most of which are sums; see `NUMBERS`."""
+    """Combine the statistics of workers, most of which are sums; see `COMBINED`."""
     states = [tally.state_dict() for tally in tallies]
-    whole = {name: combine(state[name] for state in states) for name, combine in NUMBERS.items()}
-    times = {name: sum(each["times"][name] for each in states) for name in states[0]["times"]}
-    return EpochStats(tallies[0].loss.device, whole | {"times": times})
+    times = [state.pop("times") for state in states]
+    whole = {name: COMBINED.get(name, sum)(each[name] for each in states) for name in states[0]}
+    whole["times"] = {name: sum(each[name] for each in times) for name in times[0]}
+    whole["seeds_checksum"] %= 2**64
+    return EpochStats(**whole)
 
 
 def format_rate(bytes_per_s: float) -> str:
@@ -206,8 +207,8 @@ WAITS = 1000
 class Statistics(Callback):
     """Collects the statistics of an epoch, and fills its line of the record."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.own = EpochStats(device)
+    def __init__(self) -> None:
+        self.own = EpochStats()
         self.workers: Sequence[EpochStats] = ()
         """of all workers, after the steps of an epoch"""
         self._waits: deque[Span] = deque(maxlen=WAITS)
@@ -254,8 +255,7 @@ class Statistics(Callback):
         self.count_sent(run)
         self.workers = run_algorithm(self.own.of_all_workers(), run.group)
         total = sum_stats(self.workers)
-        in_a_row, self.own = self.own.skipped_in_a_row, EpochStats(run.device)
-        self.own.skipped_in_a_row = in_a_row
+        self.own = EpochStats(skipped_in_a_row=self.own.skipped_in_a_row)
         figures = total.figures(run.task.has_accuracy, run.group.world_size)
         _check_progress(run, figures["loss"], total.skipped_in_a_row)
         run.line |= figures

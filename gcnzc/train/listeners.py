@@ -1,4 +1,4 @@
-"""The callbacks of each run: averages, the best model, records, TensorBoard, progress, signals.
+"""The callbacks of each run: the best model, records, TensorBoard, progress.
 
 Those for statistics, traces, results and checkpoints are in `epoch_stats`, `tracing`, `results` and
 `checkpointing`.
@@ -17,37 +17,9 @@ from gcnzc.train.epoch_stats import Statistics
 from gcnzc.train.errors import StopTraining
 from gcnzc.train.results import format_drop_warning, format_epoch
 from gcnzc.train.run_folder import BEST, BOARD, RECORD, WORKERS, best_rows
-from gcnzc.train.signals import stop_requests
 from gcnzc.train.state import Run
 from gcnzc.train.tensorboard import EventFile
 from gcnzc.train.weight_average import format_average_warning
-
-
-class Average(Callback):
-    """Adds the weights after steps and epochs to `run.average`."""
-
-    def on_step(self, run: Run) -> None:
-        """See `Callback`."""
-        if run.average is not None:
-            run.average.end_step()
-
-    def on_epoch(self, run: Run) -> None:
-        """See `Callback`; the last epoch is added after the parameters are final."""
-        if run.average is not None and not run.is_last:
-            run.average.end_epoch(run.epoch)
-
-    def on_evaluate(self, run: Run) -> None:
-        """See `Callback`."""
-        if run.average is not None:
-            run.line["averaged"] = run.average.updates
-
-    def on_end(self, run: Run) -> None:
-        """See `Callback`."""
-        if run.average is None or not run.best:
-            return
-        training = run.config.training
-        if warning := format_average_warning(training, run.best["epoch"], run.lines):
-            run.reporter.say(f"warning: {warning}")
 
 
 class Best(Callback):
@@ -268,18 +240,5 @@ class Progress(Callback):
         self.bar.close()
         if isinstance(run.stopped, StopTraining):
             run.reporter.say(str(run.stopped))
-
-
-class Signals(Callback):
-    """Requests the end of a run after SIGINT or SIGTERM.
-
-    Args:
-        stack: restores the handlers of signals at its end.
-    """
-
-    def __init__(self, stack: ExitStack) -> None:
-        self.stack = stack
-
-    def on_start(self, run: Run) -> None:
-        """See `Callback`."""
-        run.received_signal = self.stack.enter_context(stop_requests())
+        if text := format_average_warning(run.config.training, run.best, run.lines):
+            run.reporter.say(f"warning: {text}")

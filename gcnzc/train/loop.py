@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gcnzc.exchange import run as run_algorithm
-from gcnzc.exchange.sync import all_gather, all_gather_scalar, synchronize_buffers
+from gcnzc.exchange.sync import all_gather, synchronize_buffers
 from gcnzc.system.malloc import freed_memory
 from gcnzc.train.accumulation import Accumulation
 from gcnzc.train.callbacks import Callback, Hooks
@@ -29,7 +29,7 @@ def fit(run: Run, callbacks: Sequence[Callback]) -> None:
     hooks = Hooks(callbacks)
     hooks("on_start", run)
     if run.lines:  # a resumed run may have nothing left to do
-        agree_to_stop(run)
+        run.stopped = run.ending
     while run.epoch < run.config.training.epochs and run.stopped is None:
         train_epoch(run, hooks)
         if not isinstance(run.stopped, Interrupted):
@@ -59,7 +59,7 @@ def train_epoch(run: Run, hooks: Hooks) -> None:
             run.steps += 1
             hooks("on_step", run)
             if run.agreed[STOP] or (run.ending is not None and run.group.world_size == 1):
-                agree_to_stop(run)
+                agree(run)
                 return
         next(batches, None)  # moves the loader to the next epoch
 
@@ -78,6 +78,8 @@ def train_step(run: Run, batches: Iterator[Any], steps: Accumulation) -> None:
         run.precision.step(optimizer)  # the exchange between workers is part of the step
     if run.embeddings is not None:
         run.embeddings.step(steps.loss_weight(run.step))
+    if run.average is not None:
+        run.average.end_step()
     if run.schedule is not None:
         run.schedule.step()
     deque(own, maxlen=0)  # minibatches that the optimizer has dropped
@@ -114,6 +116,8 @@ def finish_epoch(run: Run, hooks: Hooks) -> None:
     run.optimizer.pause_exchanges()  # workers that are still in the epoch may need answers
     if not run.is_last:  # else `finalize` does this
         run_algorithm(synchronize_buffers(run.model), run.group)
+        if run.average is not None:
+            run.average.end_epoch(run.epoch)
     run.line = {"epoch": run.epoch, "metric": run.task.metric}
     hooks("on_epoch", run)
     run.optimizer.resume_exchanges()
@@ -122,12 +126,9 @@ def finish_epoch(run: Run, hooks: Hooks) -> None:
     run.epoch, run.in_epoch = run.epoch + 1, False
     run.line = to_plain(run.line, "run.line")
     run.lines.append(run.line)
-    run.agreed = run.wanted()
-    if run.group.world_size > 1:  # clocks and signals differ between workers
-        wanted = run_algorithm(all_gather(torch.tensor(run.agreed)), run.group)
-        run.agreed = wanted.any(dim=0).tolist()
+    agree(run)
     hooks("on_record", run)
-    agree_to_stop(run)
+    run.stopped = run.stopped or run.ending
 
 
 def score_last_epoch(run: Run, hooks: Hooks) -> None:
@@ -169,6 +170,7 @@ def evaluate(run: Run, hooks: Hooks) -> None:
         if run.is_last:
             run.average.end_epoch(run.epoch)
         run.evaluated = run_algorithm(run.average.build_evaluated_model(), run.group)
+        run.line["averaged"] = run.average.updates
     run.group.set_status(run.steps, f"evaluation in epoch {run.epoch + 1}")
     title = f"evaluate {run.epoch + 1}/{run.config.training.epochs}"
     # the arrays of whole layers are too large for steps to reuse
@@ -180,11 +182,14 @@ def evaluate(run: Run, hooks: Hooks) -> None:
     run.optimizer.restore_parameters(own)
 
 
-def agree_to_stop(run: Run) -> None:
-    """Set `run.stopped` on all workers if a signal or a callback of one of them ends the run."""
-    own = 2 if run.received_signal() else int(run.ending is not None)
-    requests = run_algorithm(all_gather_scalar(own), run.group)
-    if max(requests) == 2:
-        run.stopped = Interrupted(f"worker {requests.index(2)} has received a signal")
-    elif max(requests) == 1:
-        run.stopped = run.ending or StopTraining(f"worker {requests.index(1)} has ended the run")
+def agree(run: Run) -> None:
+    """Exchange what each worker requests: to stop after a signal or a callback, or to save."""
+    wanted = torch.tensor([run.received_signal() > 0, run.ending is not None, run.is_save_due()])
+    if run.group.world_size > 1:
+        wanted = run_algorithm(all_gather(wanted), run.group).any(dim=0)
+    is_interrupted, is_ended, is_saved = wanted.tolist()
+    run.agreed = [is_interrupted or is_ended, is_saved]
+    if is_interrupted:
+        run.stopped = Interrupted("a worker has received a signal")
+    elif is_ended:
+        run.stopped = run.ending or StopTraining("another worker has ended the run")

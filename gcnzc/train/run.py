@@ -8,7 +8,6 @@ same options and on the same machine.
 """
 
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -43,7 +42,7 @@ from gcnzc.train.errors import Interrupted
 from gcnzc.train.full_batch import build_evaluation_loader
 from gcnzc.train.hetero.data import HeteroDataset, load_data
 from gcnzc.train.hetero.embeddings import TrainedEmbeddings, build_embeddings, check_optimizer
-from gcnzc.train.listeners import Average, Best, Board, Progress, Record, Signals
+from gcnzc.train.listeners import Best, Board, Progress, Record
 from gcnzc.train.loop import fit
 from gcnzc.train.memory import check_memory, footprint_of
 from gcnzc.train.mixed_seed import mixed_seed
@@ -64,6 +63,7 @@ from gcnzc.train.setup import (
     format_steps_warning,
     open_features,
 )
+from gcnzc.train.signals import stop_requests
 from gcnzc.train.state import Run
 from gcnzc.train.tasks import build_task
 from gcnzc.train.tasks.base import Task
@@ -73,8 +73,9 @@ from gcnzc.train.tasks.node import NodeTask
 from gcnzc.train.tracing import Trace, format_trace_warning
 from gcnzc.train.weight_average import build_average
 
-# torch's global random generators, which initial weights and dropout use, belong to the process
-_is_training = threading.Lock()
+# the processes that train: torch's global random generators, which initial weights and dropout use,
+# belong to the process, and a fork of it may train as well
+_training: set[int] = set()
 
 
 @contextmanager
@@ -84,26 +85,18 @@ def only_run() -> Iterator[None]:
     Raises:
         RuntimeError: another run trains in this process.
     """
-    lock = _is_training
-    if not lock.acquire(blocking=False):
+    process = os.getpid()
+    if process in _training:
         raise RuntimeError(
             "train: another run is training in this process, and would draw the same random "
             "generators\n\nhint: start a process for each run, such as with "
             "multiprocessing.get_context('spawn'), or train one after the other"
         )
+    _training.add(process)
     try:
         yield
     finally:
-        lock.release()
-
-
-def _reset() -> None:
-    """Release the lock in a process that was forked during a run, and does not train itself."""
-    global _is_training
-    _is_training = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_reset)
+        _training.remove(process)
 
 
 def format_time_warning(config: TrainConfig, data: Any) -> str:
@@ -174,13 +167,15 @@ def train(
         reporter.say(f"warning: {message}".replace("\n\nhint: ", "; "))
     with ExitStack() as stack:
         run = stack.enter_context(built(config, Path(folder), group, reporter, began))
-        statistics, best = Statistics(run.device), Best()
+        statistics, best = Statistics(), Best()
         records = Record(statistics)
         saving = Checkpoint(run, statistics, best, [records, best, *own])
         saving.begin(run, launch, stack)
-        standard = [statistics, Average(), best, records, Board(), Progress(statistics, stack)]
+        run.received_signal = stack.enter_context(stop_requests())
+        standard = [statistics, best, records, Board(), Progress(statistics, stack)]
+        standard += [Trace()] * (config.run.trace > 0)
         # the checkpoint is written after all others have seen an event
-        fit(run, [*standard, Trace(), Signals(stack), *own, saving, Result()])
+        fit(run, [*standard, *own, saving, Result()])
         if isinstance(run.stopped, Interrupted):
             raise interruption(run)
     return run.result

@@ -30,7 +30,7 @@ class WandB(Callback):
     def on_start(self, run: Run) -> None:
         """See `Callback`."""
         if run.is_first:
-            settings = {
+            settings: dict[str, Any] = {
                 "project": os.environ.get("WANDB_PROJECT", "gcnzc"),
                 "dir": run.folder,
                 "id": self.id,

@@ -179,30 +179,27 @@ def build_average(training: TrainingOptions, model: nn.Module) -> WeightAverage 
 
 
 def format_average_warning(
-    training: TrainingOptions, best_epoch: int, lines: Sequence[Mapping[str, Any]]
+    training: TrainingOptions, best: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
 ) -> str:
     """Return a warning if the best model of a run does not use averaged weights; "" otherwise.
 
     Args:
         training: options of the run.
-        best_epoch: epoch of the best model, counted from 0.
+        best: epoch of the best model, counted from 0; empty if there is none.
         lines: lines of the record.
     """
-    # the best model may be newer than the lines of a run that was killed
-    if best_epoch >= len(lines) or lines[best_epoch].get("averaged", 1):
+    # without an average, the record does not count those that are averaged
+    if not best or lines[best["epoch"]].get("averaged", 1):
         return ""
-    chosen, first = training.average, 1
+    chosen, first, last = training.average, 1, lines[-1]["epoch"] + 1
     if chosen.name == "swa":
         first = _epochs_before(chosen["start"], training.epochs) + 1
-    last = lines[-1]["epoch"] + 1
-    why = "no average is better"
+    why, remedy = "no average is better", "use a smaller start"
     if last < first:
-        why = f"the run ended after epoch {last}"
+        why, remedy = f"the run ended after epoch {last}", f"{remedy} or a larger --patience"
     return (
         f"--average {chosen.name} averages the weights from epoch {first} on, and {why}: the "
-        f"best model has the weights of epoch {best_epoch + 1}; use a smaller start"
-        + " or a larger --patience"
-        * (last < first)
+        f"best model has the weights of epoch {best['epoch'] + 1}; {remedy}"
     )
 
 

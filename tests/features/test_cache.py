@@ -382,9 +382,9 @@ def test_training_reports_the_hit_rate(cache_policy, folder, tmp_path):
 def test_the_counters_of_a_resumed_epoch_continue():
     from gcnzc.train.epoch_stats import EpochStats
 
-    tally = EpochStats(torch.device("cpu"))
+    tally = EpochStats()
     tally.hits += 5
     state = tally.state_dict()
-    other = EpochStats(torch.device("cpu"), state)
+    other = EpochStats(**state)
     other.hits += 2
     assert other.state_dict()["hits"] == 7
