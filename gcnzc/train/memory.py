@@ -93,39 +93,24 @@ def check_memory(found: Footprint, device: torch.device, group: Group) -> None:
         RuntimeError: there is not enough memory; raised on all workers if on one.
     """
     with joint_work(group):
-        has, of_worker = total_bytes(), found.training + found.minibatch
+        needs = found.training + found.minibatch
         if device.type == "cuda":
-            gpu = torch.cuda.get_device_properties(device).total_memory
-            if of_worker > gpu:
-                raise RuntimeError(
-                    _refusal(found.describe(), of_worker, f"{device} has", gpu, found.is_full_batch)
-                )
-            of_worker = 0
-        needs = of_worker * group.local_world_size
+            who, has = str(device), torch.cuda.get_device_properties(device).total_memory
+        else:
+            who, has, needs = "this machine", total_bytes(), needs * group.local_world_size
         if needs > has:
-            raise RuntimeError(
-                _refusal(found.describe(), needs, "this machine has", has, found.is_full_batch)
-            )
+            amounts = f"at least {_shown(needs)}, but {who} has {_shown(has)}"
+            raise RuntimeError(_refusal(f"{amounts}: {found.describe()}", found.is_full_batch))
 
 
-def _refusal(
-    parts: str,
-    needs: int | None = None,
-    who: str = "",
-    has: int = 0,
-    is_full_batch: bool = False,
-) -> str:
+def _refusal(needs: str, is_full_batch: bool = False) -> str:
     remedy = "use a smaller --hidden or --batch-size, fewer heads, or fewer --workers"
     if is_full_batch:
         remedy = "use minibatches with --batch-size 1024, a smaller --hidden or fewer heads"
-    amount = "" if needs is None else f"at least {_shown(needs)}, but {who} {_shown(has)}: "
-    return f"not enough memory: this run needs {amount}{parts}\n\nhint: {remedy}"
+    return f"not enough memory: this run needs {needs}\n\nhint: {remedy}"
 
 
 def _shown(num_bytes: int) -> str:
-    unit, size = next(
-        (unit, size)
-        for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6))
-        if num_bytes >= size or unit == "MB"
-    )
-    return f"{num_bytes / size:,.1f} {unit}"
+    units = {"PB": 1e15, "TB": 1e12, "GB": 1e9, "MB": 1e6}
+    unit = next((unit for unit, size in units.items() if num_bytes >= size), "MB")
+    return f"{num_bytes / units[unit]:,.1f} {unit}"

@@ -166,41 +166,25 @@ def _title(run: Path) -> str:
 
 
 def _read_record(run: Path) -> list[dict[str, Any]]:
+    path, remedy = run / run_folder.RECORD, "give a run folder that `gcnzc train` wrote"
     if not run.is_dir():
-        raise FileNotFoundError(
-            f"there is no folder {run}\n\nhint: give a run folder that `gcnzc train` wrote"
-        )
-    lines = record.read(run / "record.jsonl")
+        raise FileNotFoundError(f"there is no folder {run}\n\nhint: {remedy}")
+    lines = record.read(path)
     if not lines:
-        raise FileNotFoundError(
-            f"no epochs in {run / 'record.jsonl'}\n\n"
-            + (
-                f"hint: `gcnzc train --resume {run}` trains the first epoch"
-                if (run / run_folder.CONFIG).is_file()
-                else "hint: give a run folder that `gcnzc train` wrote"
+        if (run / run_folder.CONFIG).is_file():
+            remedy = f"`gcnzc train --resume {run}` trains the first epoch"
+        raise FileNotFoundError(f"no epochs in {path}\n\nhint: {remedy}")
+    for line in lines:
+        scores = {f"{split}_{line.get('metric')}" for split in ("minibatch", "valid", "test")}
+        # a score or a time may be absent, and one that is not defined is null
+        values = [line.get(key) or 0 for key in (*STAGES, *scores)]
+        values += [line.get(key) for key in ("epoch", "loss", "epoch_s")]
+        if not all(isinstance(value, int | float) for value in values) or "metric" not in line:
+            raise ValueError(
+                f"{path} is damaged\n\n"
+                f"hint: `gcnzc train --resume {run}` writes it again from the checkpoint"
             )
-        )
-    if not all(map(_is_intact, lines)):
-        raise ValueError(
-            f"{run / 'record.jsonl'} is damaged\n\n"
-            f"hint: `gcnzc train --resume {run}` writes it again from the checkpoint"
-        )
     return lines
-
-
-def _is_intact(line: Mapping[str, Any]) -> bool:
-    """Whether a line of the record has what is plotted, with numbers for the scores and times."""
-    if not {"epoch", "loss", "metric", "epoch_s"} <= line.keys():
-        return False
-    keys = {*STAGES, "epoch", "loss", "epoch_s"}
-    keys |= {f"{split}_{line['metric']}" for split in ("minibatch", "valid", "test")}
-    values = [line[key] for key in keys & line.keys()]
-    is_numeric = all(
-        value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-        for value in values
-    )
-    required = (line["epoch"], line["loss"], line["epoch_s"])
-    return is_numeric and None not in required and isinstance(line["metric"], str)
 
 
 def _plot_run(

@@ -50,7 +50,7 @@ from gcnzc.train.models import build_model
 from gcnzc.train.node_outputs import Evaluated
 from gcnzc.train.options import rows, unread
 from gcnzc.train.precision import build_precision
-from gcnzc.train.presets import Preset, describe_published_score, read_preset
+from gcnzc.train.presets import describe_published_score, read_preset
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.results import Result, interruption
 from gcnzc.train.schedules import build_schedule
@@ -66,7 +66,6 @@ from gcnzc.train.setup import (
 from gcnzc.train.signals import stop_requests
 from gcnzc.train.state import Run
 from gcnzc.train.tasks import build_task
-from gcnzc.train.tasks.base import Task
 from gcnzc.train.tasks.hetero_link import HeteroLinkTask
 from gcnzc.train.tasks.hetero_node import HeteroNodeTask
 from gcnzc.train.tasks.node import NodeTask
@@ -186,60 +185,44 @@ def built(
     config: TrainConfig, folder: Path, group: Group, reporter: Reporter, began: float
 ) -> Iterator[Run]:
     """Load the graph and build the parts of a run; the order of random draws is fixed here."""
-    assert config.graph.data is not None, "checked before"
-    if config.graph.verify:
-        _verify(config.graph.data, group, reporter)
-    data = load_data(config, group)
-    _describe(config, data, group, reporter)
+    loading, training = config.loading, config.training
     device = choose_device(config.run.device, group.local_rank)
-    precision = build_precision(config.training.precision, device, reporter.say)
-    task = build_task(config, data)
-    if isinstance(data, Dataset):
-        _check_memory(config, data, task, device, group)
+    run = Run(config, folder, group, device, reporter, began)
+    if config.graph.verify:
+        _verify(run)
+    data = run.data = load_data(config, group)
+    _describe(run)
+    run.precision = build_precision(training.precision, device, reporter.say)
+    task = run.task = build_task(config, data)
+    _check_memory(run)
     with ExitStack() as stack:
-        settings = open_features(config, data, device, group, reporter, stack)
-        table = settings.table
+        table, settings = open_features(run, stack)
         # dropout and initial weights use torch's global generators: restore the caller's states
-        stack.enter_context(torch.random.fork_rng(_cuda_devices(device)))
+        cuda_devices = [torch.cuda.current_device()] if device.type == "cuda" else []
+        stack.enter_context(torch.random.fork_rng(cuda_devices))
         if device.type == "cpu" and not config.is_full_batch:
             # with full batches the process would grow, since a step has few, large arrays
             stack.enter_context(freed_memory(kept=True))
-        torch.manual_seed(config.loading.seed)
+        torch.manual_seed(loading.seed)
         model = build_model(config, data, schema_of(data)).to(device)
         if group.rank:  # each worker has its own dropout masks
-            torch.manual_seed(mixed_seed(config.loading.seed, group.rank))
+            torch.manual_seed(mixed_seed(loading.seed, group.rank))
         parts, cut = find_parts(config, data, task, group.world_size, group)
         if parts is not None and group.world_size > 1:
             reporter.say(f"partition: {cut:.1%} of the edges connect parts of different workers")
-        loader = build_loader(config, data, task, table, device, group, settings.loading, parts)
+        loader = build_loader(config, data, task, table, device, group, settings, parts)
         if isinstance(loader, FullBatchLoader) and isinstance(task, NodeTask):
             assert isinstance(data, Dataset), "full batches are of graphs of one node type"
             assert isinstance(table, FeatureTable), "full batches are of graphs of one node type"
             task.whole_graph = build_evaluation_loader(config, data, table, model, loader)
         task.choose_evaluation(Evaluated(model, table, device, group=group), reporter.say)
-        steps = config.training.epochs * len(
-            Accumulation(loader.shares, config.training.accumulate)
-        )
-        _warn(config, data, task, steps, group, reporter)
+        steps = training.epochs * len(Accumulation(loader.shares, training.accumulate))
+        _warn(run, steps)
+        run.table, run.model, run.loader = table, model, loader
         # the two flags that each exchange sends: a request to stop, and a checkpoint that is due
-        optimizer = build_optimizer(config, model, group, steps, signals=2)
-        run = Run(
-            config,
-            folder,
-            group,
-            device,
-            data,
-            task,
-            table,
-            model,
-            loader,
-            optimizer,
-            precision,
-            build_schedule(config.training, optimizer),
-            build_average(config.training, model),
-            reporter,
-            began,
-        )
+        run.optimizer = build_optimizer(config, model, group, steps, signals=2)
+        run.schedule = build_schedule(training, run.optimizer)
+        run.average = build_average(training, model)
         run.embeddings = open_embeddings(run, stack)
         yield run
 
@@ -301,45 +284,40 @@ def _check(config: TrainConfig, group: Group, alone: bool) -> None:
     check_options(config, group.world_size)
 
 
-def _describe(
-    config: TrainConfig, data: Dataset | HeteroDataset, group: Group, reporter: Reporter
-) -> None:
+def _describe(run: Run) -> None:
     """Say what the user may not expect of the labels, and the published score of a preset."""
-    assert config.graph.data is not None, "checked before"
-    if group.rank == 0 and config.graph.task.name != "link":
-        for message in describe_labels(data, is_prepared(config.graph.data)):
-            reporter.say(message)
+    config, data = run.config, run.data
+    if run.is_first and config.graph.task.name != "link":
+        for message in describe_labels(data, is_prepared(data.folder)):
+            run.reporter.say(message)
     if config.run.preset:
         # a run has all options, also of a preset that a later version does not have any more
         with suppress(ValueError):
             preset = read_preset(config.run.preset)
-            reporter.say(describe_published_score(preset, data.name, _changed(config, preset)))
+            own = TrainConfig(preset=preset.name)
+            changed = [
+                row.flag
+                for name, row in rows(TrainConfig).items()
+                if name in preset.options and config[name] != own[name]
+            ]
+            run.reporter.say(describe_published_score(preset, data.name, changed))
 
 
-def _warn(
-    config: TrainConfig, data: Any, task: Task, steps: int, group: Group, reporter: Reporter
-) -> None:
+def _warn(run: Run, steps: int) -> None:
     """Say which options do not do what they may be meant for."""
+    config, workers = run.config, run.group.world_size
     for message in (
-        format_steps_warning(config, len(task.seeds), group.world_size),
+        format_steps_warning(config, len(run.task.seeds), workers),
         format_warmup_warning(config.training, steps),
-        format_one_worker_warning(config, group.world_size),
+        format_one_worker_warning(config, workers),
         format_trace_warning(config, steps),
-        format_time_warning(config, data),
+        format_time_warning(config, run.data),
     ):
         if message:
-            reporter.say(f"warning: {message}")
+            run.reporter.say(f"warning: {message}")
 
 
-def _changed(config: TrainConfig, preset: Preset) -> list[str]:
-    """Return the options of a preset that a run has with other values."""
-    published = TrainConfig(preset=preset.name)
-    return [
-        rows(TrainConfig)[name].flag for name in preset.options if config[name] != published[name]
-    ]
-
-
-def _verify(path: Path, group: Group, reporter: Reporter) -> None:
+def _verify(run: Run) -> None:
     """Verify a prepared folder on one worker of each machine.
 
     Other formats are not verified here, because they are validated when they are loaded.
@@ -347,25 +325,20 @@ def _verify(path: Path, group: Group, reporter: Reporter) -> None:
     Raises:
         FileNotFoundError, ValueError: on all workers, if a file is missing or damaged.
     """
-    with joint_work(group) as work:
-        if group.local_rank == 0 and is_prepared(path):
-            with reporter.stages(f"verify {path}") as progress:
+    path: Any = run.config.graph.data
+    with joint_work(run.group) as work:
+        if run.group.local_rank == 0 and is_prepared(path):
+            with run.reporter.stages(f"verify {path}") as progress:
                 work.run_in_thread(lambda: verify(path, progress))
 
 
-def _check_memory(
-    config: TrainConfig, data: Dataset, task: Task, device: torch.device, group: Group
-) -> None:
-    if data.table is None or data.table.num_columns == 0:
+def _check_memory(run: Run) -> None:
+    data, config = run.data, run.config
+    if not isinstance(data, Dataset) or data.table is None or data.table.num_columns == 0:
         return
-    sizes = (data.graph.num_nodes, data.table.num_columns, len(task.seeds))
-    layer_nodes = None
+    seeds, layer_nodes, schema = run.task.seeds, None, schema_of(data)
     if config.is_full_batch:
-        layer_nodes = find_layer_nodes(data.graph, task.seeds, config.layers).counts
-    schema = schema_of(data)
+        layer_nodes = find_layer_nodes(data.graph, seeds, config.layers).counts
+    sizes = data.graph.num_nodes, data.table.num_columns, len(seeds)
     footprint = footprint_of(config, lambda: build_model(config, data, schema), *sizes, layer_nodes)
-    check_memory(footprint, device, group)
-
-
-def _cuda_devices(device: torch.device) -> list[int]:
-    return [torch.cuda.current_device()] if device.type == "cuda" else []
+    check_memory(footprint, run.device, run.group)

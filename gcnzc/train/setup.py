@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from gcnzc.datasets.source import describe_gap, describe_missing
-from gcnzc.exchange import Algorithm, Group, run
+from gcnzc.exchange import Algorithm, Group
+from gcnzc.exchange import run as run_algorithm
 from gcnzc.exchange.sync import all_gather_scalar, all_gather_text
 from gcnzc.features.access_counts import Presample
 from gcnzc.features.cache import (
@@ -31,8 +32,8 @@ from gcnzc.train.config import LoadingOptions, TrainConfig
 from gcnzc.train.errors import Interrupted
 from gcnzc.train.hetero.data import HeteroDataset, TypedTables, open_tables
 from gcnzc.train.precision import AUTOCAST_DTYPES
-from gcnzc.train.progress import Reporter
 from gcnzc.train.shared_data import share_copy
+from gcnzc.train.state import Run
 from gcnzc.train.tasks.base import Task
 from gcnzc.train.values import parse_share
 from gcnzc.tune import profiles
@@ -153,7 +154,7 @@ def cached_table(
         return cached(table, amount, ranking, device=device)
     rank, world_size = group.local_rank, group.local_world_size
     own = cached_share(table, amount, ranking, rank=rank, world_size=world_size, device=device)
-    return run(_join(own, group.rank - rank), group)
+    return run_algorithm(_join(own, group.rank - rank), group)
 
 
 def _join(own: CachedShare, first: int) -> Algorithm[CachedTable]:
@@ -164,79 +165,62 @@ def _join(own: CachedShare, first: int) -> Algorithm[CachedTable]:
     )
 
 
-@dataclass(frozen=True)
-class RunSettings:
-    """Settings of a run that affect its speed, but not its results."""
-
-    table: FeatureTable | TypedTables  # with the kernel configuration of the tuning profile
-    loading: dict[str, Any]  # arguments of `Loader`
-    cached_share: float | None  # share of the rows to cache; None if there is no tuning profile
-
-
 def apply_profile(
     config: TrainConfig, table: FeatureTable, device: torch.device, say: Callable[[str], object]
-) -> RunSettings:
+) -> tuple[FeatureTable, dict[str, Any], float | None]:
     """Read the tuning profile of this machine and table, for the options that `config` leaves open.
+
+    It affects the speed of a run, but not its results.
 
     Args:
         config: options of the run.
         table: feature table of the run.
         device: the device of the minibatches.
         say: called with a message if there is a profile.
+
+    Returns:
+        The table with its kernel configuration, arguments of the loader, and the fraction of the
+        rows to cache; None if there is no profile.
     """
-    loading: dict[str, Any] = {"threads": config.loading.threads or None}
+    loading: dict[str, Any] = {}
     is_tuned = config.loading.tuning_profile and not config.is_full_batch
     found = profiles.find(device, table, say) if is_tuned else None
     if found is None:
-        return RunSettings(table, loading, None)
+        return table, loading, None
     # the best look-ahead depends on the number of threads, and both depend on the sampler
     if not config.loading.threads and config.loading.sampler == "gcnzc":
-        loading |= {"threads": found.value("threads"), "ahead": found.value("ahead")}
+        loading = {"threads": found.value("threads"), "ahead": found.value("ahead")}
     share = found.value("copied_share")
     # it was measured without a feature cache
     if share and config.loading.features.name != "cached":
         loading["copied_share"] = share
     say(f"tuning profile of {found.made[:10]}: {found.summary()}; --no-tuning-profile ignores it")
     table = replace(table, kernel_config=found.kernel_config)
-    return RunSettings(table, loading, found.cache_share(table.num_rows))
+    return table, loading, found.cache_share(table.num_rows)
 
 
-def open_features(
-    config: TrainConfig,
-    data: Dataset | HeteroDataset,
-    device: torch.device,
-    group: Group,
-    reporter: Reporter,
-    stack: ExitStack,
-) -> RunSettings:
-    """Provide the features of a run, and the settings of its loader, until `stack` is closed.
+def open_features(run: Run, stack: ExitStack) -> tuple[FeatureTable | TypedTables, dict[str, Any]]:
+    """Provide the features of a run, and arguments of its loader, until `stack` is closed.
 
     Raises:
         ValueError, RuntimeError, WorkerLost: as `feature_table`, `cached_table` and `open_tables`
             do.
     """
+    config, data, device, group = run.config, run.data, run.device, run.group
     if isinstance(data, HeteroDataset):
-        tables = stack.enter_context(open_tables(data.table, device, group))
-        return RunSettings(tables, {"threads": config.loading.threads or None}, None)
-    table = stack.enter_context(feature_table(data, config.loading.features.name, device, group))
-    settings = apply_profile(config, table, device, reporter.say)
-    if config.loading.features.name != "cached":
-        return settings
-    assert isinstance(settings.table, FeatureTable), "the graph has one node type"
-    with reporter.task("count feature accesses") as advance:
-        cache: CachedTable = config.loading.features.load()(
-            config.loading,
-            data,
-            settings.table,
-            device,
-            group,
-            advance,
-            settings.cached_share,
-            **config.loading.features.given,
+        return stack.enter_context(open_tables(data.table, device, group)), {}
+    features = config.loading.features
+    table = stack.enter_context(feature_table(data, features.name, device, group))
+    table, loading, share = apply_profile(config, table, device, run.reporter.say)
+    if features.name != "cached":
+        return table, loading
+    with run.reporter.task("count feature accesses") as advance:
+        cache: CachedTable = features.load()(
+            config.loading, data, table, device, group, advance, share, **features.given
         )
     if cache.gpus > 1:
         stack.push(_make_barrier(group, device))
-    return replace(settings, table=cache)
+    return cache, loading
 
 
 def _make_barrier(group: Group, device: torch.device) -> Callable[..., None]:
@@ -250,7 +234,7 @@ def _make_barrier(group: Group, device: torch.device) -> Callable[..., None]:
         if kind is None or issubclass(kind, Interrupted):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            run(all_gather_scalar(0), group)
+            run_algorithm(all_gather_scalar(0), group)
 
     return wait_for_all
 
@@ -261,9 +245,9 @@ def build_loader(
     task: Task,
     table: FeatureTable | TypedTables,
     device: torch.device,
-    group: Group | None = None,
-    loading: Mapping[str, Any] | None = None,
-    parts: Tensor | None = None,
+    group: Group,
+    loading: Mapping[str, Any],
+    parts: Tensor | None,
 ) -> Loader | FullBatchLoader | HeteroLoader:
     """Build the loader of the training minibatches, or of the whole graph.
 
@@ -273,19 +257,17 @@ def build_loader(
         task: training task, which has the seeds, their labels and the sampler.
         table: feature table of the run.
         device: the device of the minibatches.
-        group: all workers, each of which loads its part of every minibatch; only this one if None.
-        loading: arguments of the loader that affect its speed, see `apply_profile`; None for those
-            of the options.
+        group: all workers, each of which loads its part of every minibatch.
+        loading: arguments of the loader that affect its speed, see `apply_profile`.
         parts: with --seed-order local, those of `gcnzc.train.seed_parts.find_parts`.
     """
-    group = group or Group()
-    loading = loading if loading is not None else {"threads": config.loading.threads or None}
     shared: dict[str, Any] = {
         "device": device,
         "seed": config.loading.seed,
         "rank": group.rank,
         "world_size": group.world_size,
         "seed_order": config.loading.seed_order,
+        "threads": config.loading.threads or None,
         **loading,
     }
     size, seeds, labels = config.loading.batch_size, task.seeds, task.labels
@@ -345,22 +327,16 @@ def format_steps_warning(config: TrainConfig, num_seeds: int, workers: int) -> s
         num_seeds: training nodes or edges.
         workers: number of workers.
     """
-    batch = config.loading.batch_size
-    step_minibatches = config.training.accumulate * workers
-    if (
-        batch == "all"
-        or num_seeds >= batch * step_minibatches
-        or config.training.epochs >= FEW_STEPS
-    ):
+    batch, accumulate = config.loading.batch_size, config.training.accumulate
+    if batch == "all" or config.training.epochs >= FEW_STEPS:
+        return ""
+    if num_seeds >= batch * workers * accumulate:
         return ""
     seeds = "edges" if config.graph.task.name == "link" else "nodes"
+    parts, remedy = "one minibatch", "--batch-size"
     if num_seeds >= batch * workers:
-        return (
-            f"an epoch is a single step, since the {num_seeds:,} training {seeds} fit into "
-            f"{config.training.accumulate} minibatches of each worker; use a smaller --accumulate, "
-            "or more --epochs"
-        )
+        parts, remedy = f"{accumulate} minibatches", "--accumulate"
     return (
-        f"an epoch is a single step, since the {num_seeds:,} training {seeds} fit into one "
-        "minibatch of each worker; use a smaller --batch-size, or more --epochs"
+        f"an epoch is a single step, since the {num_seeds:,} training {seeds} fit into {parts} of "
+        f"each worker; use a smaller {remedy}, or more --epochs"
     )

@@ -55,16 +55,9 @@ class Output:
     @classmethod
     def of(cls, batch: Any, logits: Tensor | None, loss: Tensor | None) -> "Output":
         """Return the output of a minibatch."""
-        return cls(
-            batch.items,
-            batch.y,
-            None if logits is None else logits.detach(),
-            None if loss is None else loss.detach(),
-            batch.nodes,
-            batch.times,
-            batch.spans,
-            batch.stages,
-        )
+        logits, loss = (each if each is None else each.detach() for each in (logits, loss))
+        times = batch.times, batch.spans, batch.stages
+        return cls(batch.items, batch.y, logits, loss, batch.nodes, *times)
 
 
 @dataclass(eq=False)
@@ -92,18 +85,18 @@ class Run:
     folder: Path
     group: Group
     device: torch.device
-    data: Dataset | HeteroDataset
-    task: Task
-    table: FeatureTable | TypedTables
-    model: nn.Module
-    loader: Loader | FullBatchLoader | HeteroLoader
-    optimizer: DistributedOptimizer
-    precision: Precision
-    schedule: Schedule | None
-    average: WeightAverage | None
     reporter: Reporter
     began: float
     """`time.perf_counter()` at the start of the command"""
+    data: Dataset | HeteroDataset = field(init=False)
+    task: Task = field(init=False)
+    table: FeatureTable | TypedTables = field(init=False)
+    model: nn.Module = field(init=False)
+    loader: Loader | FullBatchLoader | HeteroLoader = field(init=False)
+    optimizer: DistributedOptimizer = field(init=False)
+    precision: Precision = field(init=False)
+    schedule: Schedule | None = None
+    average: WeightAverage | None = None
     embeddings: TrainedEmbeddings | None = None
     epoch: int = 0
     in_epoch: bool = False
