@@ -7,8 +7,7 @@ archive's CRCs, so it would not notice a few wrong bits in a weight.
 
 import hashlib
 import io
-import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,8 @@ from torch import Tensor
 from gcnzc._files import replacing
 from gcnzc.train.run_folder import BEST
 
-BEST_KEYS: Mapping[str, type] = {"epoch": int, "valid": float, "scores": dict, "model": dict}
-
-
 LABEL = b"gcnzc sha256 "
-
-
 RESTORE = "restore the file from a copy, or start another run with --out"
-
-
 SEAL_BYTES = len(LABEL) + 2 * hashlib.sha256().digest_size
 
 
@@ -94,14 +86,12 @@ def write(path: Path, data: memoryview) -> None:
         file.write(label + digest.hexdigest().encode())
 
 
-def load(
-    path: Path, needed: Mapping[str, type] | None = None, remedy: str = RESTORE
-) -> dict[str, Any]:
+def load(path: Path, needed: Sequence[str] = (), remedy: str = RESTORE) -> dict[str, Any]:
     """Load a state that `save` wrote, with its tensors on the CPU and `weights_only=True`.
 
     Args:
         path: the file.
-        needed: required keys, with the types of their values.
+        needed: required keys.
         remedy: the hint of an error.
 
     Raises:
@@ -122,21 +112,14 @@ def load(
         )
     try:
         state = from_bytes(data)
-    # torch may raise any exception for a damaged file
+    # torch may raise any exception, and its message for other objects suggests an unsafe load
     except Exception as error:
-        if isinstance(error, pickle.UnpicklingError):
-            # torch's own message suggests an unsafe load
-            reason = "it has other objects than tensors, numbers and text"
-        else:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"{path} is not a checkpoint of gcnzc, or is damaged: {reason}{hint}"
+            f"{path} is not a checkpoint of gcnzc: it has other objects than tensors, numbers and "
+            f"text{hint}"
         ) from error
-    for key, kind in (needed or {}).items():
-        if not isinstance(state.get(key), kind):
-            found = f"{key} is a {type(state.get(key)).__name__}, not a {kind.__name__}"
-            wrong = found if key in state else f"it has no {key}"
-            raise ValueError(f"{path} is not a checkpoint of gcnzc: {wrong}{hint}")
+    if missing := [name for name in needed if name not in state]:
+        raise ValueError(f"{path} is not a checkpoint of gcnzc: it has no {missing[0]}{hint}")
     return state
 
 
@@ -148,7 +131,7 @@ def load_best(run: Path) -> dict[str, Any]:
         ValueError: the file is damaged.
     """
     remedy = f"`gcnzc train --resume {run}` writes it again, from the checkpoint of the run"
-    return load(run / BEST, BEST_KEYS, remedy)
+    return load(run / BEST, ("epoch", "valid", "scores", "model"), remedy)
 
 
 def from_bytes(data: bytes) -> dict[str, Any]:
@@ -162,17 +145,12 @@ def match(model: torch.nn.Module, saved: Mapping[str, Tensor], source: Path) -> 
     Raises:
         ValueError: names or shapes differ; the first difference is named.
     """
-
-    def shape(state: Mapping[str, Any], name: str) -> Any:
-        return tuple(state[name].shape) if isinstance(state.get(name), Tensor) else "absent"
-
-    own = model.state_dict()
-    for name in [*own, *saved]:
-        here, there = shape(own, name), shape(saved, name)
-        if here != there:
-            raise ValueError(
-                f"{source} is a checkpoint of another model: {name} is {there} there and {here} "
-                "here\n\nhint: the options in the run's config.json, or its graph, have changed "
-                "since the training; restore them from a copy"
-            )
-    model.load_state_dict(dict(saved))
+    try:
+        model.load_state_dict(dict(saved))
+    except RuntimeError as error:
+        difference = str(error).splitlines()[1].strip()
+        raise ValueError(
+            f"{source} is a checkpoint of another model: {difference}\n\nhint: the options in the "
+            "run's config.json, or its graph, have changed since the training; restore them from a "
+            "copy"
+        ) from None

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from gcnzc.system.array_file import verify_arrays
+from gcnzc.system.files import append_whole
 from gcnzc.train import checkpoint, record
 from gcnzc.train.callbacks import Callback
 from gcnzc.train.epoch_stats import Statistics
@@ -116,17 +117,15 @@ class Record(Callback):
 
     def __init__(self, statistics: Statistics) -> None:
         self.statistics = statistics
-        self.num_worker_lines = 0
+        self.num_written = self.num_worker_lines = 0
 
     def on_start(self, run: Run) -> None:
         """See `Callback`; the checkpoint has all lines, so this also repairs a damaged file."""
-        self.record = record.Journal(run.folder / RECORD)
-        self.workers = record.Journal(run.folder / WORKERS)
-        self.num_lines = len(run.lines)
+        path = run.folder / WORKERS
+        self.workers = record.Journal(path)
         if run.is_first and (run.lines or (run.folder / RECORD).exists()):
-            record.rewrite(run.folder / RECORD, run.lines)
-            workers = record.read(run.folder / WORKERS)
-            record.rewrite(run.folder / WORKERS, workers[: self.num_worker_lines])
+            self.write(run)
+            record.rewrite(path, record.read(path)[: self.num_worker_lines])
 
     def on_epoch(self, run: Run) -> None:
         """See `Callback`."""
@@ -142,37 +141,25 @@ class Record(Callback):
             self.workers.pending += record.to_line(line)
 
     def on_record(self, run: Run) -> None:
-        """See `Callback`; the line of the last epoch may change."""
-        if self.num_lines == len(run.lines):
-            if run.is_first:
-                self.rewrite(run)
-            return
-        self.num_lines = len(run.lines)
-        if run.is_first:
-            self.record.pending += record.to_line(run.line)
-        self.write(run)
+        """See `Callback`."""
+        if self.num_written == len(run.lines):
+            self.num_written = 0  # the line of the last epoch has changed
+        self.on_end(run)
 
     def on_end(self, run: Run) -> None:
         """See `Callback`."""
-        self.write(run)
+        if run.is_first:
+            run.files.attempt(WORKERS, self.workers.append)
+            run.files.attempt(RECORD, lambda: self.write(run))
 
     def write(self, run: Run) -> None:
-        """Write all pending lines on the first worker; those of a removed file again."""
-        if not run.is_first:
-            return
-        run.files.attempt(WORKERS, self.workers.append)
-        if run.lines and not (run.folder / RECORD).exists():
-            self.rewrite(run)
-        run.files.attempt(RECORD, self.record.append)
-
-    def rewrite(self, run: Run) -> None:
-        """Replace record.jsonl by the lines of all epochs."""
-
-        def write() -> None:
-            record.rewrite(run.folder / RECORD, run.lines)
-            self.record.pending = b""
-
-        run.files.attempt(RECORD, write)
+        """Write the lines that the file does not have yet; all of them to one that was removed."""
+        path = run.folder / RECORD
+        if self.num_written and path.exists():
+            append_whole(path, b"".join(map(record.to_line, run.lines[self.num_written :])))
+        else:
+            record.rewrite(path, run.lines)
+        self.num_written = len(run.lines)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback`."""

@@ -15,7 +15,7 @@ from gcnzc.optim.compute_deadline import TOLERANCE
 from gcnzc.system import files, machine
 from gcnzc.train import record
 from gcnzc.train.callbacks import Callback
-from gcnzc.train.config import TrainConfig
+from gcnzc.train.epoch_stats import TIMES
 from gcnzc.train.errors import Interrupted, SavedRun
 from gcnzc.train.output_files import format_unsaved_error
 from gcnzc.train.plots import curves
@@ -24,16 +24,17 @@ from gcnzc.train.state import Run
 from gcnzc.train.tasks.base import flatten_scores
 from gcnzc.tune import pcie_bench
 
-
-def _options(config: TrainConfig) -> dict[str, Any]:
-    """Return the options of a run, except paths and time limits."""
-    excluded = {"data", "out", "resume", "config", "timeout_s", "restarts"}
-    excluded |= {"checkpoint_every_s", "keep"}
-    return {name: value for name, value in config.to_dict().items() if name not in excluded}
-
-
-def _peak_gpu_memory_bytes(device: torch.device) -> int | None:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+# options of a run that its result does not have: paths and time limits
+EXCLUDED = {
+    "data",
+    "out",
+    "resume",
+    "config",
+    "timeout_s",
+    "restarts",
+    "checkpoint_every_s",
+    "keep",
+}
 
 
 def format_epoch(line: Mapping[str, Any], epochs: int) -> str:
@@ -65,22 +66,19 @@ def format_drop_warning(
     """
     if not isinstance(optimizer, DropCompute):
         return ""
-    limit = optimizer.deadline.max_dropped
-    if optimizer.deadline.requested_s is None:
-        # a measured threshold may drop more; above this limit, it is measured again
-        limit *= TOLERANCE
-    if line.get("dropped_share", 0.0) <= limit or any(
-        each.get("dropped_share", 0.0) > limit for each in earlier
-    ):
-        return ""
+    limit, is_measured = optimizer.deadline.max_dropped, optimizer.deadline.requested_s is None
     remedy = (
         "Use a larger --strategy dropcompute:threshold=SECONDS, or auto, which aims at no "
         f"more than {limit:.0%}"
     )
-    if optimizer.deadline.requested_s is None:
+    if is_measured:  # it may drop more; above this limit, it is measured again
+        limit *= TOLERANCE
         remedy = "The steps take longer than when the threshold was measured"
+    dropped = [each.get("dropped_share", 0.0) for each in (line, *earlier)]
+    if dropped[0] <= limit or max(dropped[1:], default=0.0) > limit:
+        return ""
     return (
-        f"{line['dropped_share']:.0%} of the minibatches of epoch {line['epoch'] + 1} were "
+        f"{dropped[0]:.0%} of the minibatches of epoch {line['epoch'] + 1} were "
         f"dropped, more than {limit:.0%}; their seeds were not used. {remedy}"
     )
 
@@ -113,14 +111,15 @@ def interruption(run: Run) -> Interrupted:
 
 def result_of(run: Run) -> dict[str, Any]:
     """Return the result of a run."""
-    epochs = len(run.lines)
-    typical = record.typical_lines(run.lines)
+    lines, typical = run.lines, record.typical_lines(run.lines)
 
-    def mean(key: str) -> float:
-        return float(sum(line[key] for line in typical) / len(typical))
+    def mean_of(key: str, of: Sequence[Mapping[str, Any]]) -> float:
+        return float(sum(line[key] for line in of) / len(of))
 
     data, task, config = run.data, run.task, run.config
-    gathered, seconds = mean("payload_bytes"), mean("gather_s")
+    options = {name: each for name, each in config.to_dict().items() if name not in EXCLUDED}
+    seconds = {key: mean_of(key, typical) for key in ("epoch_s", *TIMES)}
+    gathered, is_on_gpu = mean_of("payload_bytes", typical), run.device.type == "cuda"
     line: dict[str, Any] = {
         "run": str(run.folder),
         "data": data.name,
@@ -131,38 +130,32 @@ def result_of(run: Run) -> dict[str, Any]:
         "evaluation": task.evaluator.method,
         **flatten_scores(run.best["scores"]),
         "best_epoch": run.best["epoch"] + 1,
-        "epochs": epochs,
-        "epoch_s": mean("epoch_s"),
-        "sample_s": mean("sample_s"),
-        "gather_s": seconds,
-        "compute_s": mean("compute_s"),
-        "wait_s": mean("wait_s"),
-        "exchange_s": mean("exchange_s"),
-        "hidden_s": mean("hidden_s"),
-        "seeds_per_s": len(task.seeds) / mean("epoch_s"),
-        "payload_bytes": sum(line["payload_bytes"] for line in run.lines) // epochs,
-        "gather_bytes_per_s": gathered / seconds if seconds else 0.0,
+        "epochs": len(lines),
+        **seconds,
+        "seeds_per_s": len(task.seeds) / seconds["epoch_s"],
+        "payload_bytes": int(mean_of("payload_bytes", lines)),
+        "gather_bytes_per_s": gathered / seconds["gather_s"] if seconds["gather_s"] else 0.0,
         "gather_roof_bytes_per_s": _peak_read_rate(run),
         "workers": run.group.world_size,
-        "bytes_sent": sum(line["bytes_sent"] for line in run.lines),
+        "bytes_sent": sum(line["bytes_sent"] for line in lines),
         "seed": config.loading.seed,
         "device": str(run.device),
-        "options": _options(config),
+        "options": options,
         # seconds of this command, which may have resumed the run
         "total_s": time.perf_counter() - run.began,
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "peak_gpu_memory_bytes": _peak_gpu_memory_bytes(run.device),
+        "peak_gpu_memory_bytes": torch.cuda.max_memory_allocated(run.device) if is_on_gpu else None,
         **machine.machine(),
     }
     if isinstance(run.table, CachedTable):
         for key in ("hit_rate", "peer_hit_rate"):
-            hit = sum(line[key] * line["payload_bytes"] for line in run.lines)
-            line[key] = hit / sum(line["payload_bytes"] for line in run.lines)
+            hit = sum(line[key] * line["payload_bytes"] for line in lines)
+            line[key] = hit / sum(line["payload_bytes"] for line in lines)
         line["predicted_hit_rate"] = run.table.predicted_hit_rate
-        line["bytes_saved"] = sum(line["bytes_saved"] for line in run.lines) // epochs
-    if "dropped_share" in run.lines[0]:
+        line["bytes_saved"] = int(mean_of("bytes_saved", lines))
+    if "dropped_share" in lines[0]:
         # all epochs have the same number of minibatches
-        line["dropped_share"] = sum(each["dropped_share"] for each in run.lines) / epochs
+        line["dropped_share"] = mean_of("dropped_share", lines)
     if task.best_accuracy is not None:
         line["best_possible_accuracy"] = task.best_accuracy
     return line

@@ -48,24 +48,17 @@ def test_torch_reads_a_checkpoint(tmp_path):
     assert zipfile.ZipFile(tmp_path / "ours.pt").testzip() is None
 
 
-@pytest.mark.parametrize(
-    ("state", "words"),
-    [
-        ({"x": 1}, "it has no step"),
-        ({"step": "7"}, "step is a str, not a int"),
-    ],
-)
-def test_states_without_the_needed_keys_are_rejected(tmp_path, state, words):
-    checkpoint.save(tmp_path / "c.pt", state)
-    with pytest.raises(ValueError, match=f"not a checkpoint of gcnzc: .*{words}\n\nhint: "):
-        checkpoint.load(tmp_path / "c.pt", {"step": int})
+def test_states_without_the_needed_keys_are_rejected(tmp_path):
+    checkpoint.save(tmp_path / "c.pt", {"x": 1})
+    with pytest.raises(ValueError, match="not a checkpoint of gcnzc: it has no step\n\nhint: "):
+        checkpoint.load(tmp_path / "c.pt", ["step"])
 
 
 def test_another_model_is_reported_with_its_first_difference(tmp_path):
     saved = torch.nn.Linear(3, 5).state_dict()
-    with pytest.raises(ValueError, match=r"weight is \(5, 3\) there and \(5, 4\) here"):
+    with pytest.raises(ValueError, match=r"weight: .*Size\(\[5, 3\]\) from checkpoint"):
         checkpoint.match(torch.nn.Linear(4, 5), saved, tmp_path / "c.pt")
-    with pytest.raises(ValueError, match="bias is \\(5,\\) there and absent here"):
+    with pytest.raises(ValueError, match=r'Unexpected key.*"bias"'):
         checkpoint.match(torch.nn.Linear(3, 5, bias=False), saved, tmp_path / "c.pt")
 
 
