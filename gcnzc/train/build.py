@@ -26,9 +26,6 @@ from gcnzc.train.config import ONE_BIT, LoadingOptions, TrainConfig, TrainingOpt
 from gcnzc.train.models import build_gnn
 from gcnzc.train.values import MAX_COUNT
 
-# fewest steps of a warm-up without a warning
-SHORT_WARMUP_STEPS = 10
-
 
 def build_sampler(loading: LoadingOptions, data: Dataset) -> SamplerProtocol:
     """Build the neighbour sampler that --sampler selects."""
@@ -187,47 +184,6 @@ def warmup_steps(training: TrainingOptions, steps: int) -> int | None:
             "hint: such as warmup=100 or warmup=0.3"
         )
     return max(1, round(number * steps if number < 1 else number))
-
-
-def format_warmup_warning(training: TrainingOptions, steps: int) -> str:
-    """Return a warning if the warm-up is too short to estimate the variance; else "".
-
-    Args:
-        training: options of the run.
-        steps: steps of the whole run.
-    """
-    name = training.optimizer.name
-    warmup = warmup_steps(training, steps) if name in ONE_BIT else None
-    if warmup is None or warmup >= SHORT_WARMUP_STEPS:
-        return ""
-    return (
-        f"{name} has a warm-up of {warmup} of {steps} steps. The variance is estimated from the "
-        "gradients of these steps, so training may diverge; use more --epochs, a smaller "
-        f"--batch-size, a longer warm-up, as in {name}:warmup=0.3, or another --optimizer"
-    )
-
-
-def format_one_worker_warning(config: TrainConfig, workers: int) -> str:
-    """Return a warning if options that are for several workers are given for one; else "".
-
-    Args:
-        config: the options of the run.
-        workers: the number of workers.
-    """
-    if workers > 1:
-        return ""
-    names = {
-        "strategy": config.run.strategy.name != "average" or bool(config.run.strategy.options),
-        "optimizer": config.training.optimizer.name in ONE_BIT,
-        "seed_order": config.loading.seed_order != "shuffled",
-    }
-    given = [f"--{name.replace('_', '-')} {config[name]}" for name in names if names[name]]
-    if not given:
-        return ""
-    return (
-        f"{', '.join(given)} with one worker, which exchanges nothing; give --workers N, or start "
-        "several workers with torchrun"
-    )
 
 
 def check_options(config: TrainConfig, workers: int) -> None:

@@ -25,16 +25,7 @@ from gcnzc.train.tasks.base import flatten_scores
 from gcnzc.tune import pcie_bench
 
 # options of a run that its result does not have: paths and time limits
-EXCLUDED = {
-    "data",
-    "out",
-    "resume",
-    "config",
-    "timeout_s",
-    "restarts",
-    "checkpoint_every_s",
-    "keep",
-}
+HIDDEN = {"data", "out", "resume", "config", "timeout_s", "restarts", "checkpoint_every_s", "keep"}
 
 
 def format_epoch(line: Mapping[str, Any], epochs: int) -> str:
@@ -117,7 +108,7 @@ def result_of(run: Run) -> dict[str, Any]:
         return float(sum(line[key] for line in of) / len(of))
 
     data, task, config = run.data, run.task, run.config
-    options = {name: each for name, each in config.to_dict().items() if name not in EXCLUDED}
+    options = {name: each for name, each in config.to_dict().items() if name not in HIDDEN}
     seconds = {key: mean_of(key, typical) for key in ("epoch_s", *TIMES)}
     gathered, is_on_gpu = mean_of("payload_bytes", typical), run.device.type == "cuda"
     line: dict[str, Any] = {

@@ -28,12 +28,7 @@ from gcnzc.sampling.full import find_layer_nodes
 from gcnzc.system.malloc import freed_memory
 from gcnzc.train import record
 from gcnzc.train.accumulation import Accumulation
-from gcnzc.train.build import (
-    build_optimizer,
-    check_options,
-    format_one_worker_warning,
-    format_warmup_warning,
-)
+from gcnzc.train.build import build_optimizer, check_options
 from gcnzc.train.callbacks import Callback, check_callback, load_callbacks
 from gcnzc.train.checkpointing import Checkpoint
 from gcnzc.train.config import TrainConfig
@@ -60,7 +55,6 @@ from gcnzc.train.setup import (
     build_loader,
     choose_device,
     describe_labels,
-    format_steps_warning,
     open_features,
 )
 from gcnzc.train.signals import stop_requests
@@ -69,7 +63,8 @@ from gcnzc.train.tasks import build_task
 from gcnzc.train.tasks.hetero_link import HeteroLinkTask
 from gcnzc.train.tasks.hetero_node import HeteroNodeTask
 from gcnzc.train.tasks.node import NodeTask
-from gcnzc.train.tracing import Trace, format_trace_warning
+from gcnzc.train.tracing import Trace
+from gcnzc.train.warnings import ineffective_options
 from gcnzc.train.weight_average import build_average
 
 # the processes that train: torch's global random generators, which initial weights and dropout use,
@@ -96,22 +91,6 @@ def only_run() -> Iterator[None]:
         yield
     finally:
         _training.remove(process)
-
-
-def format_time_warning(config: TrainConfig, data: Any) -> str:
-    """Return a warning if the graph has times, and neighbours are sampled at any time; else ""."""
-    if not isinstance(data, HeteroDataset) or config.graph.is_temporal:
-        return ""
-    graph = data.graph
-    has_times = data.target and graph.nodes(data.target).time is not None
-    if config.graph.task.name == "link":
-        has_times = any(graph.edges(each).time is not None for each in graph.edge_types)
-    if not has_times:
-        return ""
-    return (
-        "the graph has times, and neighbours may be later than what is predicted, which raises "
-        "scores if they depend on it; --temporal uniform samples earlier ones only"
-    )
 
 
 @only_run()
@@ -217,7 +196,8 @@ def built(
             task.whole_graph = build_evaluation_loader(config, data, table, model, loader)
         task.choose_evaluation(Evaluated(model, table, device, group=group), reporter.say)
         steps = training.epochs * len(Accumulation(loader.shares, training.accumulate))
-        _warn(run, steps)
+        for message in ineffective_options(config, data, len(task.seeds), group.world_size, steps):
+            reporter.say(f"warning: {message}")
         run.table, run.model, run.loader = table, model, loader
         # the two flags that each exchange sends: a request to stop, and a checkpoint that is due
         run.optimizer = build_optimizer(config, model, group, steps, signals=2)
@@ -301,20 +281,6 @@ def _describe(run: Run) -> None:
                 if name in preset.options and config[name] != own[name]
             ]
             run.reporter.say(describe_published_score(preset, data.name, changed))
-
-
-def _warn(run: Run, steps: int) -> None:
-    """Say which options do not do what they may be meant for."""
-    config, workers = run.config, run.group.world_size
-    for message in (
-        format_steps_warning(config, len(run.task.seeds), workers),
-        format_warmup_warning(config.training, steps),
-        format_one_worker_warning(config, workers),
-        format_trace_warning(config, steps),
-        format_time_warning(config, run.data),
-    ):
-        if message:
-            run.reporter.say(f"warning: {message}")
 
 
 def _verify(run: Run) -> None:

@@ -40,9 +40,6 @@ from gcnzc.tune import profiles
 
 CachePolicy: TypeAlias = Literal["presampled", "in-degree"]
 
-# a run of fewer steps than this hardly trains a model
-FEW_STEPS = 100
-
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
     """Return the device of this worker; a GPU also becomes the current CUDA device.
@@ -317,26 +314,3 @@ def describe_labels(data: Dataset | HeteroDataset, is_stored: bool) -> list[str]
         if len(known) and data.num_classes == int(known.max()) + 1:
             found += [f"warning: {gap}" for gap in [describe_gap(known.numpy())] if gap]
     return [message for message in found if message]
-
-
-def format_steps_warning(config: TrainConfig, num_seeds: int, workers: int) -> str:
-    """Return a warning if an epoch is a single step that is not full; else "".
-
-    Args:
-        config: options of the run.
-        num_seeds: training nodes or edges.
-        workers: number of workers.
-    """
-    batch, accumulate = config.loading.batch_size, config.training.accumulate
-    if batch == "all" or config.training.epochs >= FEW_STEPS:
-        return ""
-    if num_seeds >= batch * workers * accumulate:
-        return ""
-    seeds = "edges" if config.graph.task.name == "link" else "nodes"
-    parts, remedy = "one minibatch", "--batch-size"
-    if num_seeds >= batch * workers:
-        parts, remedy = f"{accumulate} minibatches", "--accumulate"
-    return (
-        f"an epoch is a single step, since the {num_seeds:,} training {seeds} fit into {parts} of "
-        f"each worker; use a smaller {remedy}, or more --epochs"
-    )

@@ -14,7 +14,6 @@ from gcnzc.exchange import run as run_algorithm
 from gcnzc.exchange.sync import all_gather_text
 from gcnzc.system.spans import Span, Stage, seconds_outside
 from gcnzc.train.callbacks import Callback
-from gcnzc.train.config import TrainConfig
 from gcnzc.train.errors import Interrupted
 from gcnzc.train.plots import timeline
 from gcnzc.train.run_folder import TIMELINE, TRACE
@@ -79,18 +78,6 @@ def gather_spans(own: Sequence[Span], rank: int) -> Algorithm[list[Span]]:
 
 # steps before the traced ones, which compile kernels and fill the loader's buffers
 WARM_UP = 10
-
-
-def format_trace_warning(config: TrainConfig, steps: int) -> str:
-    """Return a warning if a run of `steps` steps is too short for --trace; "" otherwise."""
-    trace, shown = config.run.trace, max(0, steps - WARM_UP)
-    if shown >= trace:
-        return ""
-    effect = f"shows {shown} steps" if shown else "shows nothing"
-    return (
-        f"--trace {trace} {effect}: the run has {steps:,} steps, and the first {WARM_UP} "
-        "are not recorded; use more --epochs"
-    )
 
 
 class Trace(Callback):

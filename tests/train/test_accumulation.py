@@ -17,7 +17,7 @@ from gcnzc.train.accumulation import Accumulation
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.results import format_drop_warning
 from gcnzc.train.run import train
-from gcnzc.train.setup import format_steps_warning
+from gcnzc.train.warnings import ineffective_options
 
 # none of these depends on which seeds share a minibatch
 LEARNING = {"schedule": "cosine", "warmup_epochs": 0.5}
@@ -119,13 +119,13 @@ def test_two_workers_equal_one_and_resume_as_two_or_as_one(config, tmp_path):
 
 
 def test_a_single_step_per_epoch_is_a_warning(config):
-    assert format_steps_warning(config, 80, 1) == ""
-    assert "4 minibatches of each worker; use a smaller --accumulate" in format_steps_warning(
-        config, 79, 1
-    )
-    assert "one minibatch of each worker; use a smaller --batch-size" in format_steps_warning(
-        config, 19, 1
-    )
+    assert not [*ineffective_options(config, None, 80, 1, 1)]
+    for num_seeds, words in (
+        (79, "4 minibatches of each worker; use a smaller --accumulate"),
+        (19, "one minibatch of each worker; use a smaller --batch-size"),
+    ):
+        (text,) = ineffective_options(config, None, num_seeds, 1, 1)
+        assert words in text
 
 
 # DropCompute
