@@ -36,34 +36,24 @@ class Accumulation:
     def weights(self, step: int, *, by_size: bool) -> tuple[Sequence[float], float]:
         """Return the factor of the mean loss of each minibatch, and the weight of this worker.
 
+        The sum of the mean losses, each multiplied by its factor, is the mean over this worker's
+        seeds. Its weight is its number of seeds in the step, divided by the mean over the workers.
+
         Args:
             step: of the epoch.
             by_size: whether the optimizer divides by the sizes of the minibatches that all workers
-                have computed, as DropCompute does.
-        """
-        if by_size:
-            return self.sizes(step), 1.0
-        return self.loss_factors(step), self.loss_weight(step)
-
-    def loss_weight(self, step: int) -> float:
-        """Return this worker's number of seeds in a step, divided by the mean over the workers."""
-        minibatches = self._minibatches(step)
-        begin = self.shares.step_start(minibatches.start)
-        seeds = self.shares.step_start(minibatches.stop) - begin
-        return sum(self.num_seeds(step)) * self.shares.world_size / seeds
-
-    def loss_factors(self, step: int) -> Sequence[float]:
-        """Return each minibatch's fraction of this worker's seeds in a step.
-
-        The sum of the mean losses, each multiplied by its factor, is the mean over these seeds.
+                have computed, as DropCompute does. The factors are these sizes, relative to that of
+                a full minibatch.
         """
         counts = self.num_seeds(step)
+        if by_size:
+            return [count / self.shares.batch_size for count in counts], 1.0
+        minibatches, own = self._minibatches(step), sum(counts)
+        begin = self.shares.step_start(minibatches.start)
+        seeds = self.shares.step_start(minibatches.stop) - begin
         # a worker may have no seeds in the last step of a resumed epoch
-        return [count / max(sum(counts), 1) for count in counts]
-
-    def sizes(self, step: int) -> Sequence[float]:
-        """Return each minibatch's number of seeds divided by that of a full minibatch."""
-        return [count / self.shares.batch_size for count in self.num_seeds(step)]
+        factors = [count / max(own, 1) for count in counts]
+        return factors, own * self.shares.world_size / seeds
 
     def _minibatches(self, step: int) -> range:
         return range(step * self.size, min((step + 1) * self.size, len(self.shares)))

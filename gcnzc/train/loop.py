@@ -67,7 +67,8 @@ def train_epoch(run: Run, hooks: Hooks) -> None:
 def train_step(run: Run, batches: Iterator[Any], steps: Accumulation) -> None:
     """Add the gradients of the minibatches of a step, and update the model with their mean."""
     optimizer, own = run.optimizer, islice(batches, len(steps.num_seeds(run.step)))
-    factors, optimizer.weight = steps.weights(run.step, by_size=optimizer.weighs_by_size)
+    factors, weight = steps.weights(run.step, by_size=optimizer.weighs_by_size)
+    optimizer.weight = weight
     minibatches = zip(optimizer.micro_batches(own, factors), factors, strict=False)
     optimizer.signals, run.outputs, run.stages = run.wanted(), [], []
     if optimizer.needs_closure:  # it computes several gradients in a step
@@ -77,7 +78,7 @@ def train_step(run: Run, batches: Iterator[Any], steps: Accumulation) -> None:
         add_gradients(run, minibatches)
         run.precision.step(optimizer)  # the exchange between workers is part of the step
     if run.embeddings is not None:
-        run.embeddings.step(steps.loss_weight(run.step))
+        run.embeddings.step(weight)
     if run.average is not None:
         run.average.end_step()
     if run.schedule is not None:

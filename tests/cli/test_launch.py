@@ -133,7 +133,10 @@ def test_an_interrupted_run_continues_with_fewer_workers(graph, tmp_path):
         _, err = process.communicate(timeout=HANG_S)
         assert not of_this(run)
     assert process.returncode == 130
-    assert len(re.findall("^stopped (?:in|after) epoch .*; resume with `gcnzc", err, re.MULTILINE)) == 1
+    assert (
+        len(re.findall("^stopped (?:in|after) epoch .*; resume with `gcnzc", err, re.MULTILINE))
+        == 1
+    )
     assert "Traceback" not in err
     # the launcher adds no error of its own
     assert not re.findall("^error: ", err, re.MULTILINE)

@@ -59,18 +59,17 @@ def test_steps_have_the_seeds_and_weights_of_larger_minibatches(
     for step in range(len(larger)):
         seeds = sum(sum(each.num_seeds(step)) for each in found)
         assert seeds == larger.step_start(step + 1) - larger.step_start(step)
-        weights = [each.loss_weight(step) for each in found]
-        assert sum(weights) == pytest.approx(world_size)
-        for each, weight in zip(found, weights, strict=True):
+        weights = [each.weights(step, by_size=False) for each in found]
+        assert sum(weight for _, weight in weights) == pytest.approx(world_size)
+        for each, (factors, weight) in zip(found, weights, strict=True):
             counts = each.num_seeds(step)
             assert weight == pytest.approx(sum(counts) * world_size / seeds)
-            assert sum(each.loss_factors(step)) == pytest.approx(1.0)
+            assert sum(factors) == pytest.approx(1.0)
             # what the loss of a seed counts, on any worker and in any minibatch
-            for factor, size_of, count in zip(
-                each.loss_factors(step), each.sizes(step), counts, strict=True
-            ):
+            for factor, count in zip(factors, counts, strict=True):
                 assert factor * weight / world_size == pytest.approx(count / seeds)
-                assert size_of == count / batch_size
+            sizes = [count / batch_size for count in counts]
+            assert each.weights(step, by_size=True) == (sizes, 1.0)
     assert found[0].first_step(0) == 0
     assert found[0].first_step(size) == 1
     assert found[0].first_step(len(found[0].shares)) == len(larger)
