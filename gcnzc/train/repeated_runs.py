@@ -29,6 +29,7 @@ from gcnzc.train.run_folder import (
     SUMMARY,
     check_free_folder,
     checkpoint_numbers,
+    expand_runs,
     folder_of_seed,
     last_checkpoint,
     read_runs,
@@ -87,7 +88,6 @@ def repeat(
         if not config.run.resume:
             for each in (folder, *(folder_of_seed(folder, seed) for seed in seeds)):
                 check_free_folder(each)
-        _check_graph(config, [folder_of_seed(folder, seed) for seed in seeds])
         files.write_json(folder / RUNS, config.replace(out=None, resume=None).to_dict())
         results = []
         for number, seed in enumerate(seeds):
@@ -134,22 +134,8 @@ def _finished_result(config: TrainConfig, run: Path) -> dict[str, Any] | None:
     return result if is_finished else None
 
 
-def _check_graph(config: TrainConfig, runs: Sequence[Path]) -> None:
-    """Check that the runs that are finished were trained on this graph.
-
-    Raises:
-        ValueError: one was not.
-    """
-    if finished := [run for run in runs if (run / RESULT).exists() and checkpoint_numbers(run)]:
-        data = load_data(config, Group())
-        here = describe_files(data)
-        for run in finished:
-            there = checkpoint.load(last_checkpoint(run))["graph"]
-            check_files(here, there, data.folder, run)
-
-
 def _check_resumed(config: TrainConfig, folder: Path) -> None:
-    """Check the options against those that the runs in `folder` were started with."""
+    """Check that the options and the graph are those of the runs in `folder`."""
     stored = read_runs(folder)
     check_resumed_options(config.replace(runs=stored.training.runs), stored.to_dict(), folder)
     if config.training.runs < stored.training.runs:
@@ -157,6 +143,12 @@ def _check_resumed(config: TrainConfig, folder: Path) -> None:
             f"{folder} has {stored.training.runs} runs, more than --runs {config.training.runs}\n\n"
             "hint: omit --runs, or give a larger number to add runs"
         )
+    if runs := [run for run in expand_runs(folder) if checkpoint_numbers(run)]:
+        data = load_data(config, Group())
+        here = describe_files(data)
+        for run in runs:
+            there = checkpoint.load(last_checkpoint(run))["graph"]
+            check_files(here, there, data.folder, run)
 
 
 def summarize(folder: Path, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
