@@ -1,4 +1,4 @@
-"""Build the parts of a run from its options: device, feature table, cache and loader settings."""
+"""Build the parts of a run from its options: device, feature table, cache and loader."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
