@@ -50,7 +50,6 @@ from gcnzc.train.run_folder import (
 )
 from gcnzc.train.schema import write_schema
 from gcnzc.train.seed_parts import find_parts
-from gcnzc.train.signals import SAVE
 from gcnzc.train.state import Run
 from gcnzc.train.values import shown
 
@@ -109,13 +108,7 @@ class Checkpoint(Callback):
         run.files.is_training = True
         every_s = run.config.run.checkpoint_every_s
         run.is_save_due = lambda: time.monotonic() - self.saved_at >= every_s
-
-    def on_step(self, run: Run) -> None:
-        """See `Callback`."""
-        if run.agreed[SAVE]:
-            self.save(run, waits=False)
-
-    on_record = on_step
+        run.save = partial(self.save, run, waits=False)
 
     def on_end(self, run: Run) -> None:
         """See `Callback`: all that is pending is written."""

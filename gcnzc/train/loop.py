@@ -19,7 +19,7 @@ from gcnzc.train.callbacks import Callback, Hooks
 from gcnzc.train.checkpoint import to_plain
 from gcnzc.train.errors import Interrupted, StopTraining
 from gcnzc.train.node_outputs import Evaluated
-from gcnzc.train.signals import STOP
+from gcnzc.train.signals import SAVE, STOP
 from gcnzc.train.state import Output, Run
 from gcnzc.train.tasks.base import flatten_scores
 
@@ -58,6 +58,8 @@ def train_epoch(run: Run, hooks: Hooks) -> None:
             train_step(run, batches, steps)
             run.steps += 1
             hooks("on_step", run)
+            if run.agreed[SAVE]:
+                run.save()
             if run.agreed[STOP] or (run.ending is not None and run.group.world_size == 1):
                 agree(run)
                 return
@@ -127,9 +129,10 @@ def finish_epoch(run: Run, hooks: Hooks) -> None:
     run.epoch, run.in_epoch = run.epoch + 1, False
     run.line = to_plain(run.line, "run.line")
     run.lines.append(run.line)
-    agree(run)
     hooks("on_record", run)
-    run.stopped = run.stopped or run.ending
+    agree(run)
+    if run.agreed[SAVE]:
+        run.save()
 
 
 def score_last_epoch(run: Run, hooks: Hooks) -> None:

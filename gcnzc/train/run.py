@@ -37,6 +37,7 @@ from gcnzc.train.errors import Interrupted
 from gcnzc.train.full_batch import build_evaluation_loader
 from gcnzc.train.hetero.data import HeteroDataset, load_data
 from gcnzc.train.hetero.embeddings import TrainedEmbeddings, build_embeddings, check_optimizer
+from gcnzc.train.ineffective import ineffective_options
 from gcnzc.train.listeners import Best, Board, Progress, Record
 from gcnzc.train.loop import fit
 from gcnzc.train.memory import check_memory, footprint_of
@@ -64,7 +65,6 @@ from gcnzc.train.tasks.hetero_link import HeteroLinkTask
 from gcnzc.train.tasks.hetero_node import HeteroNodeTask
 from gcnzc.train.tasks.node import NodeTask
 from gcnzc.train.tracing import Trace
-from gcnzc.train.warnings import ineffective_options
 from gcnzc.train.weight_average import build_average
 
 # the processes that train: torch's global random generators, which initial weights and dropout use,

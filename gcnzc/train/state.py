@@ -121,6 +121,8 @@ class Run:
     """the SIGINT or SIGTERM that this worker has received; 0 if none"""
     is_save_due: Callable[[], bool] = lambda: False
     """whether this worker requests a checkpoint"""
+    save: Callable[[], None] = lambda: None
+    """writes a checkpoint; a collective call"""
     ending: StopTraining | None = None
     """why a callback of this worker ends the run"""
     agreed: Sequence[bool] = (False, False)

@@ -15,9 +15,9 @@ from gcnzc.optim.compute_deadline import ComputeClock, SimulatedTime
 from gcnzc.train import run as train_module
 from gcnzc.train.accumulation import Accumulation
 from gcnzc.train.config import TrainConfig
+from gcnzc.train.ineffective import ineffective_options
 from gcnzc.train.results import format_drop_warning
 from gcnzc.train.run import train
-from gcnzc.train.warnings import ineffective_options
 
 # none of these depends on which seeds share a minibatch
 LEARNING = {"schedule": "cosine", "warmup_epochs": 0.5}
