@@ -6,6 +6,7 @@ with the last process that maps it.
 """
 
 import io
+import json
 import logging
 import math
 import mmap
@@ -13,9 +14,9 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from gcnzc.datasets import store
 from gcnzc.datasets.rows import Allocate, Array
 from gcnzc.exchange import Group, run
 from gcnzc.exchange.long_work import joint_work
-from gcnzc.exchange.sync import all_gather_scalar
+from gcnzc.exchange.sync import all_gather_scalar, all_gather_text
 from gcnzc.features.pinning import needs_copy
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
@@ -34,10 +35,6 @@ from gcnzc.system.files import create_memory_file
 from gcnzc.system.host_memory import available_bytes
 
 T = TypeVar("T")
-
-
-# from linux/memfd.h
-
 
 _log = logging.getLogger("gcnzc")
 
@@ -90,7 +87,7 @@ def share_result(make: Callable[[Allocate], T], group: Group) -> T:
         WorkerLost: another worker has ended or does not respond.
         Exception: an error of `make`, on all workers.
     """
-    with _SharedAllocator() as allocator:
+    with closing(_SharedAllocator()) as allocator:
         own = _Handle(0, 0, 0)
         with joint_work(group) as work:
             if group.local_rank == 0:
@@ -158,7 +155,7 @@ def shared_empty(shape: Sequence[int], dtype: torch.dtype, group: Group) -> Tens
     num_bytes = math.prod(shape) * dtype.itemsize
     if group.world_size == 1 or num_bytes == 0:
         return torch.empty(tuple(shape), dtype=dtype)
-    with _SharedAllocator() as allocator:
+    with closing(_SharedAllocator()) as allocator:
         own = _Handle(0, 0, 0)
         with joint_work(group):
             if group.local_rank == 0:
@@ -185,10 +182,8 @@ class _Handle:
 
 def _of_first(own: _Handle, group: Group) -> _Handle:
     """Return the handle of the first worker of this machine."""
-    first = group.rank - group.local_rank
-    place = run(all_gather_scalar(own.pid << 32 | own.fd), group)[first]
-    inode = run(all_gather_scalar(own.inode), group)[first]
-    return _Handle(place >> 32, place & 0xFFFFFFFF, inode)
+    texts = run(all_gather_text(json.dumps(astuple(own))), group)
+    return _Handle(*json.loads(texts[group.rank - group.local_rank]))
 
 
 def _map_memory(handle: _Handle) -> Tensor:
@@ -214,22 +209,14 @@ _Memory: TypeAlias = Callable[[_Handle], Tensor]
 
 
 class _SharedAllocator:
-    """Allocates memory that other processes can open until the end of the `with`."""
+    """Allocates memory that other processes can open until it is closed."""
 
     def __init__(self) -> None:
         self.allocated: dict[int, tuple[Tensor, _Handle]] = {}  # by address
         self.copies: dict[tuple[int, int], Tensor] = {}  # of storages, by address and bytes
 
-    def __enter__(self) -> "_SharedAllocator":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        # mappings of the memory remain valid
+    def close(self) -> None:
+        """Close the files of the memory; its mappings remain valid."""
         for _, handle in self.allocated.values():
             os.close(handle.fd)
 
