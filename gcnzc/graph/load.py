@@ -412,7 +412,7 @@ def read_graph(
         raise ValueError(
             f"{source.name}: the nodes have no {missing}\n\nhint: give both labels and a split, or "
             f"neither for a graph to predict on; in a .toml, {key} in [nodes] names the column; "
-            "--random-split 60,20,20 and random_split=(60, 20, 20) divide nodes with labels"
+            "--random-split 60,20,20, or random_split = [60, 20, 20], divides nodes with labels"
         )
     if links is None and is_labelled:
         split, num_dropped = clean_split(split, labels, where)

@@ -19,10 +19,8 @@ from gcnzc.tune import pcie_bench
 BATCHES = 12  # minibatches per timed epoch; a multiple of most numbers of threads in `THREADS`
 
 
-MIN_MEASURED_S, MAX_EPOCHS = (
-    0.3,
-    50,
-)  # least time of a measurement, and most epochs to reach it
+# least time of a measurement, and most epochs to reach it
+MIN_MEASURED_S, MAX_EPOCHS = 0.3, 50
 
 
 KERNEL_BATCHES = 4  # minibatches per timed gather on a GPU

@@ -111,18 +111,18 @@ class TuningProfile:
 
     def summary(self) -> str:
         """Describe the settings that are not defaults, in one line."""
-        words = []
-        if self.kernel_config is not None and self.kernel_config.programs is not None:
-            words.append(f"gathers by {self.kernel_config.programs} programs")
-        for name, one, more in (
-            ("threads", "thread", "threads"),
-            ("ahead", "prefetched batch", "prefetched batches"),
-        ):
-            if (value := self.value(name)) is not None:
-                words.append(f"{value} {one if value == 1 else more}")
-        if self.value("copied_share"):
-            words.append(f"{self.value('copied_share'):.0%} of the rows copied")
-        return ", ".join(words) or "all defaults"
+        words = {
+            "programs": "gathers by {} programs",
+            "threads": "{} thread{s}",
+            "ahead": "{} prefetched batch{es}",
+            "copied_share": "{:.0%} of the rows copied",
+        }
+        found = []
+        for name, text in words.items():
+            if value := self.value(name):
+                endings = {"s": "", "es": ""} if value == 1 else {"s": "s", "es": "es"}
+                found.append(text.format(value, **endings))
+        return ", ".join(found) or "all defaults"
 
 
 def profiles_path() -> Path:

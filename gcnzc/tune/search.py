@@ -22,10 +22,8 @@ WITHIN = 0.03  # relative difference from the fastest that does not count
 SLOWER_ROUNDS = 0.6
 
 
-ROUNDS = (
-    3,
-    9,
-)  # minimum and maximum of rounds, after a warm-up round that compiles and touches pages
+# minimum and maximum of rounds, after a warm-up round that compiles and touches pages
+ROUNDS = (3, 9)
 
 
 STAGE_S = 8.0  # time limit for the rounds of one kind of setting, in seconds

@@ -93,26 +93,19 @@ def test_output_paths_are_checked_before_the_work(run, graph, tmp_path, capsys, 
     check_output("--out", names.with_name("own.npy"), [".npy"])
     names.with_name("own.npy").touch()
     check_output("--out", names.with_name("own.npy"), [".npy"])
+    plot, evaluate = ["plot", run, "--out"], ["evaluate", run, "--predictions"]
+    predict, kept = ["predict", run, "--out"], "is a file of the prepared graph"
     for words, wrong in (
-        (["plot", run, "--out", tmp_path], f"--out: {tmp_path} is a folder"),
-        (["plot", run, "--out", missing / "x.png"], f"--out: there is no folder {missing}"),
-        (
-            ["plot", run, "--out", tmp_path / "x.txt"],
-            "--out: 'x.txt' does not end in .png or .svg or .pdf",
-        ),
-        (["evaluate", run, "--predictions", missing / "x.npy"], f"there is no folder {missing}"),
-        (["evaluate", run, "--predictions", tmp_path], f"{tmp_path} is a folder"),
-        (["evaluate", run, "--predictions", pipe], f"{pipe} is not a regular file"),
-        (
-            ["evaluate", run, "--predictions", graph / "features.npy"],
-            "is a file of the prepared graph",
-        ),
-        (["evaluate", run, "--predictions", link], "link.npy is a file of the prepared graph"),
-        (["predict", run, "--out", link], "link.npy is a file of the prepared graph"),
-        (
-            ["predict", run, "--out", names],
-            f"is a file of the prepared graph {names.parents[3]}",
-        ),
+        ([*plot, tmp_path], f"--out: {tmp_path} is a folder"),
+        ([*plot, missing / "x.png"], f"--out: there is no folder {missing}"),
+        ([*plot, tmp_path / "x.txt"], "--out: 'x.txt' does not end in .png or .svg or .pdf"),
+        ([*evaluate, missing / "x.npy"], f"there is no folder {missing}"),
+        ([*evaluate, tmp_path], f"{tmp_path} is a folder"),
+        ([*evaluate, pipe], f"{pipe} is not a regular file"),
+        ([*evaluate, graph / "features.npy"], kept),
+        ([*evaluate, link], f"link.npy {kept}"),
+        ([*predict, link], f"link.npy {kept}"),
+        ([*predict, names], f"{kept} {names.parents[3]}"),
     ):
         assert wrong in answer_of(capsys, words, 2), words
 
