@@ -16,13 +16,11 @@ from torch import Tensor
 from gcnzc.datasets.source import SPLITS
 from gcnzc.graph.hetero.graph import HeteroGraph
 from gcnzc.graph.hetero.times import as_times, describe_wrong_time, parse_times
-from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.models.hetero import HeteroModel
-from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
 from gcnzc.train.build import build_hetero_sampler, choose_fanouts
 from gcnzc.train.config import check_fanouts
-from gcnzc.train.hetero.inference import hetero_outputs, with_embeddings
+from gcnzc.train.hetero.inference import SAMPLED_SEEDS, WHOLE_SEEDS, pair_outputs
 from gcnzc.train.node_outputs import Evaluated
 from gcnzc.train.prediction_files import find_nodes, read_nodes, read_pairs, read_times
 from gcnzc.train.progress import NullReporter, Reporter
@@ -30,9 +28,6 @@ from gcnzc.train.trained import Array, Trained, open_trained
 
 # outputs are checked in chunks of rows: they may be mapped from a file larger than the memory
 CHECKED_ROWS = 1 << 16
-
-# pairs of a minibatch: each pair has two seeds
-SAMPLED_PAIRS, WHOLE_PAIRS = 1024, 256
 
 
 @dataclass(frozen=True)
@@ -364,23 +359,11 @@ def _score_typed_pairs(
         seed=config.loading.seed,
     )
 
-    def compute(batch: HeteroBatch) -> Tensor:
-        x = with_embeddings(batch, trained.embeddings)
-        logits: Tensor = trained.model(batch.blocks, x, batch.pairs)
-        return logits[:, None]
-
+    batch_size = WHOLE_SEEDS if fanouts is None else SAMPLED_SEEDS
     bars = reporter or NullReporter()
     with trained.open_features() as table, bars.task("predict") as bar:
-        loader = HeteroLoader(
-            sampler,
-            None,
-            WHOLE_PAIRS if fanouts is None else SAMPLED_PAIRS,
-            tables=table.tables,
-            device=trained.device,
-            threads=config.loading.threads or None,
-        )
         of = Evaluated(trained.model, table, trained.device, bar)
-        return hetero_outputs(of, loader, compute, 1)[:, 0]
+        return pair_outputs(of, config, sampler, batch_size, trained.embeddings)[:, 0]
 
 
 def _choose_type(trained: Trained, node_type: str | None) -> str:

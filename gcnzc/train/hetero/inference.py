@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gcnzc.features.embedding import EmbeddingTable
@@ -16,6 +17,7 @@ from gcnzc.graph.hetero.graph import HeteroGraph
 from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.models.hetero import HeteroModel
 from gcnzc.sampling.hetero import HeteroBatch
+from gcnzc.sampling.hetero_link import HeteroLinkSampler
 from gcnzc.train.build import build_hetero_sampler, choose_fanouts
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.node_outputs import Evaluated, Spans, minibatch_outputs
@@ -83,6 +85,44 @@ def typed_outputs(
         may_be_empty=True,
     )
     return hetero_outputs(of, loader, compute, encoder.out_features if is_last else encoder.hidden)
+
+
+def pair_outputs(
+    of: Evaluated,
+    config: TrainConfig,
+    sampler: HeteroLinkSampler,
+    batch_size: int,
+    embeddings: Mapping[str, EmbeddingTable],
+) -> Tensor:
+    """Compute the logits of the pairs of a sampler, and of their negatives.
+
+    Args:
+        of: the model of pairs, and the features by node type.
+        config: options of the run.
+        sampler: of M pairs.
+        batch_size: pairs of a minibatch, without negatives.
+        embeddings: of the node types without features.
+
+    Returns:
+        (M, 1 + negatives) on the host, as `hetero_outputs`.
+    """
+    num_negatives = sampler.num_negatives
+
+    def compute(batch: HeteroBatch) -> Tensor:
+        assert batch.items is not None, "set by the loader"
+        logits = of.model(batch.blocks, with_embeddings(batch, embeddings), batch.pairs)
+        count = len(batch.items)
+        return torch.cat([logits[:count, None], logits[count:].view(count, num_negatives)], dim=1)
+
+    loader = HeteroLoader(
+        sampler,
+        None,
+        batch_size,
+        tables=of.table.tables,
+        device=of.device,
+        threads=config.loading.threads or None,
+    )
+    return hetero_outputs(of, loader, compute, 1 + num_negatives)
 
 
 def hetero_outputs(

@@ -9,7 +9,7 @@ chunks.
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -269,15 +269,9 @@ class _GatheredEdges(LayerEdges):
         return _join([sums for sums, _ in parts]), _join([own for _, own in parts])
 
     def gat_aggregate(
-        self,
-        rows_SHF: Tensor,
-        scores: Tensor,
-        target_scores: Tensor,
-        *,
-        dropout: float = 0.0,
-        seed: int = 0,
+        self, rows_SHF: Tensor, scores: Tensor, target_scores: Tensor, **training: Any
     ) -> Tensor:
-        """See `LayerEdges`."""
+        """See `LayerEdges`; there is no dropout."""
         parts = [
             edges.gat_aggregate(
                 self.layer.source_rows(nodes).view(-1, *rows_SHF.shape[1:]),
@@ -289,15 +283,9 @@ class _GatheredEdges(LayerEdges):
         return _join(parts)
 
     def gatv2_aggregate(
-        self,
-        rows_SHF: Tensor,
-        targets_THF: Tensor,
-        attention_HF: Tensor,
-        *,
-        dropout: float = 0.0,
-        seed: int = 0,
+        self, rows_SHF: Tensor, targets_THF: Tensor, attention_HF: Tensor, **training: Any
     ) -> Tensor:
-        """See `LayerEdges`."""
+        """See `LayerEdges`; there is no dropout."""
         parts = [
             edges.gatv2_aggregate(
                 self.layer.source_rows(nodes).view(-1, *rows_SHF.shape[1:]),

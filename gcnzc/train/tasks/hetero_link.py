@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gcnzc.features.embedding import EmbeddingTable
-from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.models.link import Dot, HadamardMLP
 from gcnzc.models.metrics import score_pairs
 from gcnzc.models.ranking import HeldOutEdges, score_ranks
@@ -23,7 +22,7 @@ from gcnzc.train.hetero.edge_split import (
     describe_missing_times,
     split_edges_of_run,
 )
-from gcnzc.train.hetero.inference import hetero_outputs, typed_outputs, with_embeddings
+from gcnzc.train.hetero.inference import pair_outputs, typed_outputs, with_embeddings
 from gcnzc.train.inference import Progress
 from gcnzc.train.node_outputs import Evaluated, Spans, minibatch_outputs
 from gcnzc.train.tasks.base import EVALUATED, Scores, broadcast_scores, build_evaluator
@@ -215,34 +214,14 @@ class HeteroLinkTask:
         for number, first in enumerate(firsts):
             count = min(size, num_negatives - first)
             part = replace(of, progress=_part_of_progress(of.progress, number, len(firsts)))
-            own = self._score_part(part, sampler.with_negatives(first, count))
+            of_part = sampler.with_negatives(first, count)
+            edges = max(1, EVALUATED_PAIRS // (1 + count))
+            own = pair_outputs(part, self.config, of_part, edges, self.embeddings)
             # every part has the edges themselves; minibatches determine how logits are rounded
             rows[:, 1 + first : 1 + first + count] = own[:, 1:]
             if not first:
                 rows[:, 0] = own[:, 0]
         return rows
-
-    def _score_part(self, of: Evaluated, sampler: HeteroLinkSampler) -> Tensor:
-        """Return the logits of the edges of a sampler, and then of their negatives."""
-        num_negatives = sampler.num_negatives
-        loader = HeteroLoader(
-            sampler,
-            None,
-            max(1, EVALUATED_PAIRS // (1 + num_negatives)),
-            tables=of.table.tables,
-            device=of.device,
-            threads=self.config.loading.threads or None,
-        )
-
-        def compute(batch: HeteroBatch) -> Tensor:
-            assert batch.items is not None, "set by the loader"
-            count = len(batch.items)
-            logits = self.logits(of.model, batch)
-            return torch.cat(
-                [logits[:count, None], logits[count:].view(count, num_negatives)], dim=1
-            )
-
-        return hetero_outputs(of, loader, compute, 1 + num_negatives)
 
     def choose_evaluation(
         self, of: Evaluated, say: Callable[[str], object], splits: Sequence[str] = EVALUATED

@@ -204,14 +204,9 @@ def _check_label_inputs(config: TrainConfig, share: float, num_seeds: int) -> No
     batch = num_seeds if batch_size == "all" else min(batch_size, num_seeds)
     # not batch * (1 - share) < 1, which is rounded to below 1 for 10 nodes and a share of 0.9
     if batch * share > batch - 1:
-        remedy = "a smaller one" if batch > 1 else "more training nodes"
-        if batch < num_seeds:
-            remedy = (
-                "a larger --batch-size" if batch == 1 else f"{remedy}, or a larger --batch-size"
-            )
         raise ValueError(
-            f"label_inputs={share} leaves less than one of the {batch:,} "
-            f"training nodes of a minibatch to predict\n\nhint: use {remedy}"
+            f"label_inputs={share} leaves less than one of the {batch:,} training nodes of a "
+            "minibatch to predict\n\nhint: use a smaller one, or a larger --batch-size"
         )
 
 
