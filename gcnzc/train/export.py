@@ -72,11 +72,8 @@ def export_run(trained: Trained, path: Path) -> dict[str, Any]:
         RuntimeError: the outputs of the program differ from those of the model.
         OSError: the disk is full or may not be written.
     """
-    encoder, config, schema = (
-        copy.deepcopy(trained.encoder).cpu().eval(),
-        trained.config,
-        trained.schema,
-    )
+    encoder = copy.deepcopy(trained.encoder).cpu().eval()
+    config, schema = trained.config, trained.schema
     tables = path.with_suffix(".embeddings.npz")
     if trained.is_hetero:
         program, minibatches = export_hetero_model(encoder), _typed_minibatches(encoder, trained)

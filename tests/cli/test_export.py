@@ -20,18 +20,19 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "serve_exported.py"
 OPTIONS = ["--fanouts", "4,4", "--hidden", "8", "--epochs", "1", "--device", "cpu"]
 
 
+RANDOM = np.random.default_rng(0)
+ARRAYS = {
+    "edges": RANDOM.integers(200, size=(2, 1500)),
+    "labels": RANDOM.integers(3, size=200),
+    "splits": {part: np.arange(i, 200, 3) for i, part in enumerate(("train", "valid", "test"))},
+}
+
+
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory):
-    folder, draw = tmp_path_factory.mktemp("export"), np.random.default_rng(0)
-    nodes = np.arange(200)
-    np.savez(
-        folder / "g.npz",
-        edge_index=draw.integers(200, size=(2, 1500)),
-        node_feat=draw.standard_normal((200, 5), dtype=np.float32),
-        node_label=draw.integers(3, size=200),
-        **{f"{part}_idx": nodes[i::3] for i, part in enumerate(("train", "valid", "test"))},
-    )
-    gcnzc.prepare(folder / "g.npz", folder / "g")
+    folder = tmp_path_factory.mktemp("export")
+    features = RANDOM.standard_normal((200, 5), dtype=np.float32)
+    gcnzc.prepare(folder / "g", features=features, **ARRAYS)
     return folder
 
 
@@ -91,15 +92,12 @@ def test_the_example_serves_what_gcnzc_predicts(graph):
 
 @pytest.mark.processes
 def test_the_example_reads_quantized_features_and_labels_of_training_nodes(graph):
-    columns = 20  # one and a quarter of the blocks of columns that have one scale
-    draw = np.random.default_rng(1)
-    with np.load(graph / "g.npz") as arrays:
-        features = draw.standard_normal((200, columns), dtype=np.float32)
-        np.savez(graph / "wide.npz", **{**arrays, "node_feat": features})
+    # one and a quarter of the blocks of columns that have one scale
+    features = RANDOM.standard_normal((200, 20), dtype=np.float32)
     run, layouts = graph / "run-wide", (("bfloat16", "row"), ("int8", "row"), ("int8", "columns"))
     for number, (dtype, scales) in enumerate(layouts):
         folder = graph / f"{dtype}-{scales}"
-        gcnzc.prepare(graph / "wide.npz", folder, feature_dtype=dtype, scales=scales)
+        gcnzc.prepare(folder, features=features, feature_dtype=dtype, scales=scales, **ARRAYS)
         if number == 0:
             words = [*OPTIONS, "--task", "node:label_inputs=0.5", "--out", str(run)]
             assert main(["train", str(folder), *words]) == 0

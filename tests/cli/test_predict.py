@@ -125,17 +125,30 @@ def test_new_nodes_without_labels_are_predicted(run, tmp_path, capsys):
 
 
 def test_graphs_and_ids_that_do_not_fit(run, tmp_path, capsys):
-    out = tmp_path / "p.csv"
+    out, ids, pairs = tmp_path / "p.csv", tmp_path / "ids.csv", tmp_path / "pairs.csv"
     other = write(tmp_path / "other", order=("a", "c", "b"))
-    expected = "column of features 1 is 'c', but the model was trained with 'b'"
-    assert expected in error_of(capsys, run, other, "--out", out)
-    assert expected in failed(capsys, ["evaluate", run, other], 1)[0]
-    renamed = write(tmp_path / "renamed", names=np.where(KINDS == "bee", "asp", KINDS))
-    error, _ = failed(capsys, ["evaluate", run, renamed], 1)
-    assert "class 1 is 'asp', but the model was trained with 'bee'" in error
     narrow = write(tmp_path / "narrow", order=("a", "b"))
-    assert "column of features 2 is 'absent'" in error_of(capsys, run, narrow, "--out", out)
-    ids = tmp_path / "ids.csv"
+    renamed = write(tmp_path / "renamed", names=np.where(KINDS == "bee", "asp", KINDS))
+    swapped = "column of features 1 is 'c', but the model was trained with 'b'"
+    for data, message in (
+        (other, swapped),
+        (renamed, "class 1 is 'asp', but the model was trained with 'bee'"),
+    ):
+        assert message in failed(capsys, ["evaluate", run, data], 1)[0]
+    np.save(tmp_path / "mask.npy", np.ones(N, bool))
+    np.save(tmp_path / "ids.npy", np.array([3]))
+    pairs.write_text("source,target\nn1,n2\n")
+    for words, message in (
+        ([other], swapped),
+        ([narrow], "column of features 2 is 'absent'"),
+        (["--nodes", tmp_path / "mask.npy"], "has the type bool"),
+        (["--nodes", tmp_path / "ids.npy"], "row 0: no node has the id"),
+        (["--nodes", tmp_path / "no.csv"], "no file"),
+        (["--nodes", "tset"], "did you mean test?"),
+        (["--nodes", tmp_path], "is not a folder of Parquet files"),
+        (["--pairs", pairs], "is a node-classification run"),
+    ):
+        assert message in error_of(capsys, run, *words, "--out", out)
     for text, message in (
         ("node\nn1\nx\n", "ids.csv, line 3, column 'node': no node has the id 'x'"),
         ("name\nx\n", f"hint: correct {ids}: ids are those of the graph's source"),
@@ -143,19 +156,6 @@ def test_graphs_and_ids_that_do_not_fit(run, tmp_path, capsys):
     ):
         ids.write_text(text)
         assert message in error_of(capsys, run, "--nodes", ids, "--out", out)
-    np.save(tmp_path / "mask.npy", np.ones(N, bool))
-    np.save(tmp_path / "ids.npy", np.array([3]))
-    for name, message in (("mask", "has the type bool"), ("ids", "row 0: no node has the id")):
-        path = tmp_path / f"{name}.npy"
-        assert message in error_of(capsys, run, "--nodes", path, "--out", out)
-    assert "no file" in error_of(capsys, run, "--nodes", tmp_path / "no.csv", "--out", out)
-    assert "did you mean test?" in error_of(capsys, run, "--nodes", "tset", "--out", out)
-    assert "is not a folder of Parquet files" in error_of(
-        capsys, run, "--nodes", tmp_path, "--out", out
-    )
-    pairs = tmp_path / "pairs.csv"
-    pairs.write_text("source,target\nn1,n2\n")
-    assert "is a node-classification run" in error_of(capsys, run, "--pairs", pairs, "--out", out)
     with pytest.raises(ValueError, match=r"row 1: no node has the id 'n999'"):
         predict(run, nodes=["n1", "n999"])
     assert not out.exists()

@@ -81,16 +81,15 @@ def run(tmp_path_factory):
     keep = (labels[sources] == labels[targets]) | (random.random(6000) < 0.1)
     features = np.eye(classes)[labels] * 0.3 + random.standard_normal((count, classes))
     order = random.permutation(count)
-    np.savez(
-        folder / "g.npz",
-        edge_index=np.stack([sources[keep], targets[keep]]),
-        node_feat=features.astype(np.float32),
-        node_label=labels,
-        train_idx=order[:200],
-        valid_idx=order[200:400],
-        test_idx=order[400:],
+    splits = dict(zip(("train", "valid", "test"), np.split(order, 3), strict=True))
+    prepare(
+        folder / "graph",
+        edges=np.stack([sources[keep], targets[keep]]),
+        features=features.astype(np.float32),
+        labels=labels,
+        splits=splits,
+        bidirected=True,
     )
-    prepare(folder / "g.npz", folder / "graph", bidirected=True)
     config = TrainConfig(data=folder / "graph", fanouts=(1,), epochs=2, hidden=8)
     train(config, folder / "run")
     return folder / "run"

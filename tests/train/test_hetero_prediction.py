@@ -89,11 +89,8 @@ def test_a_graph_without_labels_and_with_other_papers(run, tmp_path):
         predict(run, tmp_path / "more", nodes="test")
 
     def rejected(message, **changes):
-        own = {name: dict(value) for name, value in nodes.items()}
-        for name, value in changes.items():
-            own[name] = value
         path = tmp_path / next(iter(changes))
-        HeteroGraph.from_arrays(own, edges).save(path)
+        HeteroGraph.from_arrays(nodes | changes, edges).save(path)
         with pytest.raises(ValueError, match=message):
             predict(run, path)
 
@@ -235,24 +232,22 @@ def test_times_of_pairs_and_nodes_are_dates(dated, tmp_path, capsys, monkeypatch
     pairs.assign(time=[pd.Timestamp(each).date() for each in moments]).to_parquet("days.parquet")
     pairs.assign(time=seconds).to_csv("seconds.csv", index=False)
     for name in ("dates.csv", "dates.parquet", "days.parquet", "seconds.csv"):
-        assert main(["predict", str(dated), "--pairs", name, "--out", "x.npy"]) == 0, name
-        np.testing.assert_array_equal(np.load("x.npy")["score"], expected)
+        np.testing.assert_array_equal(predicted(dated, "--pairs", name)["score"], expected, name)
     pairs.to_csv("pairs.csv", index=False)
     expected = predict_links(dated, pairs=ends, times=int(seconds[0])).scores
-    words = ["--pairs", "pairs.csv", "--out", "x.npy", "--time"]
+    words = ["--pairs", "pairs.csv", "--time"]
     for text in ("2024-03-01", str(seconds[0])):
-        assert main(["predict", str(dated), *words, text]) == 0
-        np.testing.assert_array_equal(np.load("x.npy")["score"], expected)
+        np.testing.assert_array_equal(predicted(dated, *words, text)["score"], expected)
     for own in (pd.Timestamp("2024-03-01"), np.datetime64("2024-03-01")):
         np.testing.assert_array_equal(predict_links(dated, pairs=ends, times=own).scores, expected)
     rows = embed_nodes(dated, node_type="item", time=int(seconds[0])).rows
-    words = ["--node-type", "item", "--out", "x.npy", "--time", "2024-03-01T00:00"]
-    assert main(["predict", str(dated), "--embeddings", *words]) == 0
-    np.testing.assert_array_equal(np.load("x.npy"), rows)
+    words = ["--embeddings", "--node-type", "item", "--time", "2024-03-01T00:00"]
+    np.testing.assert_array_equal(predicted(dated, *words), rows)
     assert np.abs(rows - embed_nodes(dated, node_type="item").rows).max() > 1e-3
     capsys.readouterr()
     for text in ("2024-13-01", "March", "now", "2024-03-01T99:00"):
-        assert main(["predict", str(dated), *words[2:-1], text, "--pairs", "pairs.csv"]) != 0
+        words = ["--out", "x.npy", "--pairs", "pairs.csv", "--time", text]
+        assert main(["predict", str(dated), *words]) != 0
         message = capsys.readouterr().err
         assert f"--time {text} is not a time" in message
         assert "dates such as 2024-03-01 (UTC), or integers in s since 1970" in message
@@ -261,48 +256,45 @@ def test_times_of_pairs_and_nodes_are_dates(dated, tmp_path, capsys, monkeypatch
     assert "wrong.csv, line 3, column 'time': 'soon' is not a time" in capsys.readouterr().err
 
 
+def predicted(run, *words, out="x.npy"):
+    """What `gcnzc predict` writes."""
+    assert main(["predict", str(run), "--out", out, *words]) == 0
+    read = {"npy": np.load, "csv": pd.read_csv, "parquet": pd.read_parquet}
+    return read[out.split(".")[-1]](out)
+
+
 def printed(capsys):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_commands_write_files(run, link_run, link_config, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = ["--nodes", "valid", "--probabilities", "--device", "cpu"]
-    assert main(["predict", str(run), "--out", "papers.csv", *words]) == 0
+    table = predicted(run, "--nodes", "valid", "--probabilities", out="papers.csv")
     line = printed(capsys)
-    assert line["columns"] == ["node", "class", "p_0", "p_1", "p_2"]
-    table = pd.read_csv("papers.csv")
+    assert line["columns"] == list(table) == ["node", "class", "p_0", "p_1", "p_2"]
     assert len(table) == line["predictions"] == 100
     expected = predict(run, nodes=table["node"].to_numpy())
     assert table["class"].tolist() == expected.classes.tolist()
-    assert (
-        main(["predict", str(run), "--embeddings", "--out", "a.npy", "--node-type", "author"]) == 0
-    )
+    rows = predicted(run, "--embeddings", "--node-type", "author")
     assert printed(capsys)["node_type"] == "author"
-    np.testing.assert_array_equal(np.load("a.npy"), embed_nodes(run, node_type="author").rows)
+    np.testing.assert_array_equal(rows, embed_nodes(run, node_type="author").rows)
     pairs = pd.DataFrame({"source": [0, 1, 119], "target": [99, 3, 3], "time": [100, 250, 300]})
     pairs.to_csv("pairs.csv", index=False)
-    words = ["--pairs", "pairs.csv", "--fanouts", "3,3"]
-    assert main(["predict", str(link_run), "--out", "links.parquet", *words]) == 0
-    assert printed(capsys)["columns"] == ["source", "target", "score"]
     ends = pairs[["source", "target"]].to_numpy().T
-    expected = predict_links(link_run, pairs=ends, fanouts=(3, 3)).scores
-    np.testing.assert_array_equal(pd.read_parquet("links.parquet")["score"], expected)
     np.save("ends.npy", ends)
-    words[1] = "ends.npy"
-    assert main(["predict", str(link_run), "--out", "links.npy", *words]) == 0
-    np.testing.assert_array_equal(np.load("links.npy")["score"], expected)
+    expected = predict_links(link_run, pairs=ends, fanouts=(3, 3)).scores
+    for source, out in (("pairs.csv", "links.parquet"), ("ends.npy", "links.npy")):
+        found = predicted(link_run, "--pairs", source, "--fanouts", "3,3", out=out)
+        assert printed(capsys)["columns"] == ["source", "target", "score"]
+        np.testing.assert_array_equal(found["score"], expected)
     # times in the file are those of the pairs of a temporal run
     timed = tmp_path / "timed"
     train(link_config.replace(temporal="uniform"), timed)
+    for words, times in (([], pairs["time"].to_numpy()), (["--time", "7"], 7)):
+        found = predicted(timed, "--pairs", "pairs.csv", *words)
+        expected = predict_links(timed, pairs=ends, times=times).scores
+        np.testing.assert_array_equal(found["score"], expected)
     capsys.readouterr()
-    assert main(["predict", str(timed), "--pairs", "pairs.csv", "--out", "timed.npy"]) == 0
-    expected = predict_links(timed, pairs=ends, times=pairs["time"].to_numpy()).scores
-    np.testing.assert_array_equal(np.load("timed.npy")["score"], expected)
-    words = ["--pairs", "pairs.csv", "--out", "timed.npy", "--time", "7"]
-    assert main(["predict", str(timed), *words]) == 0
-    expected = predict_links(timed, pairs=ends, times=7).scores
-    np.testing.assert_array_equal(np.load("timed.npy")["score"], expected)
     for words, message in (
         (["--out", "x.csv", "--scratch", "here"], "heterogeneous graphs are not stored"),
         (["--out", "x.csv", "--time", "3"], "--time has no effect without --pairs"),

@@ -16,7 +16,6 @@ from gcnzc.models import GAT, GCN, SAGE, GATv2
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train.inference import inference
 from gcnzc.train.layerwise import ranges, store
-from gcnzc.train.layerwise.layer import FullLayer
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -94,29 +93,6 @@ def test_inference_reads_any_table(name, kind, in_features, some):
     x = table.gather(torch.arange(60)).float()
     nodes = torch.tensor([3, 50, 59]) if some else None
     expected = inference(model, graph, FeatureTable(x), nodes=nodes)
-    found = inference(model, graph, table, nodes=nodes, batch_nodes=7)
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("in_features", [3, 30])
-@pytest.mark.parametrize("some", [False, True])
-def test_inference_with_gathered_rows_equals_inference_in_place(
-    name, in_features, some, monkeypatch
-):
-    """What runs for a GPU, on the CPU."""
-    graph = random_graph()
-    model = made(name, in_features, 8, 4)
-    table = FeatureTable(torch.randn(60, in_features).double())
-    nodes = torch.tensor([3, 50, 59]) if some else None
-    expected = inference(model, graph, table, nodes=nodes)
-    set_up = FullLayer.__init__
-
-    def never_in_place(self, *arguments):
-        set_up(self, *arguments)
-        self.is_in_place = False
-
-    monkeypatch.setattr(FullLayer, "__init__", never_in_place)
     found = inference(model, graph, table, nodes=nodes, batch_nodes=7)
     torch.testing.assert_close(found, expected)
 

@@ -25,16 +25,14 @@ def graph(tmp_path_factory):
     labels, order = np.arange(600) % 3, random.permutation(600)
     sources, targets = random.integers(600, size=(2, 4000))
     is_edge = (labels[sources] == labels[targets]) | (random.random(4000) < 0.1)
-    np.savez(
-        folder / "g.npz",
-        edge_index=np.stack([sources[is_edge], targets[is_edge]]),
-        node_feat=random.standard_normal((600, 4)).astype(np.float32),
-        node_label=labels,
-        train_idx=order[:300],
-        valid_idx=order[300:450],
-        test_idx=order[450:],
+    prepare(
+        folder / "graph",
+        edges=np.stack([sources[is_edge], targets[is_edge]]),
+        features=random.standard_normal((600, 4)).astype(np.float32),
+        labels=labels,
+        splits={"train": order[:300], "valid": order[300:450], "test": order[450:]},
+        bidirected=True,
     )
-    prepare(folder / "g.npz", folder / "graph", bidirected=True)
     return folder / "graph"
 
 
@@ -119,16 +117,14 @@ def test_columns_of_labels_train_with_every_metric(tmp_path):
     )
     labels[random.random((count, columns)) < 0.2] = np.nan
     order = random.permutation(count)
-    np.savez(
-        tmp_path / "g.npz",
-        edge_index=random.integers(count, size=(2, 1500)),
-        node_feat=features,
-        node_label=labels,
-        train_idx=order[:200],
-        valid_idx=order[200:300],
-        test_idx=order[300:],
+    prepare(
+        tmp_path / "graph",
+        edges=random.integers(count, size=(2, 1500)),
+        features=features,
+        labels=labels,
+        splits={"train": order[:200], "valid": order[200:300], "test": order[300:]},
+        bidirected=True,
     )
-    prepare(tmp_path / "g.npz", tmp_path / "graph", bidirected=True)
     config = TrainConfig(
         data=tmp_path / "graph", fanouts=(5,), epochs=30, lr=0.05, evaluate_every=30
     )

@@ -85,7 +85,6 @@ class Computer:
     def __init__(self, monkeypatch, end):
         self.count, self.end, self.lost = 0, end, {}
         self.pwrite, fdatasync = os.pwrite, os.fdatasync
-        unlink, ftruncate = Path.unlink, os.ftruncate
 
         def pwrite(file, data, at):
             # a part, as a disk that becomes full
@@ -100,18 +99,17 @@ class Computer:
             self.lost.pop(file, None)
             self.step()
 
-        def remove(path, missing_ok=False):
-            self.step()
-            unlink(path, missing_ok=missing_ok)
+        def stepping(function):
+            def call(*arguments, **words):
+                self.step()
+                return function(*arguments, **words)
 
-        def truncate(file, size):
-            self.step()
-            ftruncate(file, size)
+            return call
 
         monkeypatch.setattr(os, "pwrite", pwrite)
         monkeypatch.setattr(os, "fdatasync", sync)
-        monkeypatch.setattr(os, "ftruncate", truncate)
-        monkeypatch.setattr(Path, "unlink", remove)
+        for owner, name in ((os, "ftruncate"), (Path, "unlink"), (Path, "replace")):
+            monkeypatch.setattr(owner, name, stepping(getattr(owner, name)))
 
     def step(self):
         self.count += 1

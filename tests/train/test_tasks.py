@@ -9,7 +9,6 @@ import torch
 from slow_cases import mark_slow
 from training import lines
 
-from bench.ogb_folders import write_nodes
 from gcnzc import load, prepare
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.features.table import FeatureTable
@@ -84,38 +83,19 @@ def test_scores_equal_those_of_all_pairs_one_by_one(config):
     assert scores["auc"]["test"] == pytest.approx(found["auc"]["test"], abs=1e-6)
 
 
-def test_the_message_passing_graph_has_no_held_out_edges(shared_data, tmp_path):
-    source = shared_data / "amazon_photo/amazon_photo.npz"
-    prepare(source, tmp_path / "photo", edge_split=EdgeShares())
-    data = load(tmp_path / "photo")
-    num_nodes = data.graph.num_nodes
-    there = np.sort(
-        np.stack([part.numpy() for part in data.graph.edges()]).astype(np.int64), axis=0
-    )
-    keys = there[0] * num_nodes + there[1]
-    for part in ("valid", "test"):
-        pairs = np.sort(data.links.edges[part].numpy().astype(np.int64), axis=0)
-        assert not np.isin(pairs[0] * num_nodes + pairs[1], keys).any()
-    trained = np.sort(data.links.edges["train"].numpy().astype(np.int64), axis=0)
-    assert np.isin(trained[0] * num_nodes + trained[1], keys).all()
-
-
 @pytest.fixture(scope="module")
 def chance(tmp_path_factory) -> Path:
     """A graph whose edges are drawn at random from all pairs, so that nothing predicts them."""
     random = np.random.default_rng(0)
     num_nodes, num_edges = 1000, 5000
     folder = tmp_path_factory.mktemp("chance")
-    write_nodes(
-        folder / "raw",
-        random.integers(0, num_nodes, (2, num_edges)),
-        random.integers(0, 2, num_nodes),
-        dict(zip(("train", "valid", "test"), np.arange(30).reshape(3, 10), strict=True)),
+    prepare(
+        folder / "graph",
+        edges=random.integers(0, num_nodes, (2, num_edges)),
         features=random.standard_normal((num_nodes, 16)).astype(np.float32),
-        add_inverse_edge=True,
+        bidirected=True,
+        edge_split=EdgeShares(0.1, 0.3),
     )
-    for name, shares in (("graph", EdgeShares(0.1, 0.3)),):
-        prepare(folder / "raw", folder / name, edge_split=shares)
     return folder / "graph"
 
 
