@@ -125,11 +125,6 @@ def inference(
         )
     check_columns(model, table.num_columns)
     graph.check()
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(
-            "the model is on the meta device, so its parameters have no values\n\n"
-            "hint: model.to_empty(device=...), then load a state_dict()"
-        )
     where = check_device("device", device)
     if layer is not None:
         layer = check_integer("layer", layer, 1, len(model.layers))

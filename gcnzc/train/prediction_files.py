@@ -13,6 +13,7 @@ from gcnzc.datasets.numbering import KnownNodes, read_numbers
 from gcnzc.datasets.parquet_tables import ParquetTable
 from gcnzc.datasets.rows import Array
 from gcnzc.datasets.table_graph import choose_ends, open_table
+from gcnzc.datasets.text_tables import TextTable
 from gcnzc.graph.hetero.times import as_times, describe_wrong_time, parse_times, to_dates
 from gcnzc.system import files
 
@@ -65,9 +66,11 @@ def read_nodes(path: Path, known: KnownNodes) -> Array:
     table = open_table(path)
     names = {name.lower(): name for name in table.columns}
     found = next((names[name] for name in ID_NAMES if name in names), None)
-    if found is None and len(names) == 1:
-        found = table.columns[0]
-        if table.has_header and known.numbers_of(np.array([found], object))[0] >= 0:
+    others = [name for name in table.columns if name not in table.index] or table.columns
+    if found is None and len(others) == 1:
+        found = others[0]
+        is_id = known.numbers_of(np.array([found], object))[0] >= 0
+        if is_id and table.has_header and isinstance(table, TextTable) and len(names) == 1:
             # the first line is an id
             table, found = open_table(path, has_header=False), "0"
     if found is None:

@@ -258,24 +258,29 @@ def test_it_survives_sigkill_at_random_moments(tmp_path):
     assert torch.equal(found, inference(model, graph, table))
 
 
-def infer_of_worker(folder):
+def infer_of_worker(folder, per_machine):
+    os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % per_machine)
     model, graph, table = problem(500)
     torch.set_num_threads(1)
     with init_group() as group:
-        found = inference(
-            model, graph, table, group=group, scratch=folder, memory=1 << 20, batch_nodes=16
-        )
-        return found.clone()
+        words = {"group": group, "scratch": folder, "memory": 1 << 20, "batch_nodes": 16}
+        found = inference(model, graph, table, **words).clone()
+        # one of several machines loses its rows
+        if group.rank == 1 and per_machine == 1:
+            (folder / "machine-1" / "layer-3.rows").unlink()
+        assert torch.equal(inference(model, graph, table, **words), found)
+        return found
 
 
 @pytest.mark.processes
-def test_two_workers_compute_the_rows_of_one(tmp_path):
+@pytest.mark.parametrize("per_machine", [1, 2])
+def test_two_workers_compute_the_rows_of_one(per_machine, tmp_path):
     model, graph, table = problem(500)
     usual = torch.get_num_threads()
     torch.set_num_threads(1)
     expected = inference(model, graph, table, batch_nodes=16)
     torch.set_num_threads(usual)
-    for found in results(2, tmp_path, infer_of_worker, str(tmp_path / "scratch")):
+    for found in results(2, tmp_path, infer_of_worker, tmp_path / "scratch", per_machine):
         assert torch.equal(found, expected)
 
 
