@@ -267,7 +267,7 @@ def printed(capsys):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_commands_write_files(run, link_run, link_config, tmp_path, capsys, monkeypatch):
+def test_commands_write_files(run, link_run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     table = predicted(run, "--nodes", "valid", "--probabilities", out="papers.csv")
     line = printed(capsys)
@@ -278,21 +278,13 @@ def test_commands_write_files(run, link_run, link_config, tmp_path, capsys, monk
     rows = predicted(run, "--embeddings", "--node-type", "author")
     assert printed(capsys)["node_type"] == "author"
     np.testing.assert_array_equal(rows, embed_nodes(run, node_type="author").rows)
-    pairs = pd.DataFrame({"source": [0, 1, 119], "target": [99, 3, 3], "time": [100, 250, 300]})
-    pairs.to_csv("pairs.csv", index=False)
-    ends = pairs[["source", "target"]].to_numpy().T
+    ends = np.array([[0, 1, 119], [99, 3, 3]])
+    pd.DataFrame(ends.T, columns=["source", "target"]).to_csv("pairs.csv", index=False)
     np.save("ends.npy", ends)
     expected = predict_links(link_run, pairs=ends, fanouts=(3, 3)).scores
     for source, out in (("pairs.csv", "links.parquet"), ("ends.npy", "links.npy")):
         found = predicted(link_run, "--pairs", source, "--fanouts", "3,3", out=out)
         assert printed(capsys)["columns"] == ["source", "target", "score"]
-        np.testing.assert_array_equal(found["score"], expected)
-    # times in the file are those of the pairs of a temporal run
-    timed = tmp_path / "timed"
-    train(link_config.replace(temporal="uniform"), timed)
-    for words, times in (([], pairs["time"].to_numpy()), (["--time", "7"], 7)):
-        found = predicted(timed, "--pairs", "pairs.csv", *words)
-        expected = predict_links(timed, pairs=ends, times=times).scores
         np.testing.assert_array_equal(found["score"], expected)
     capsys.readouterr()
     for words, message in (
