@@ -52,6 +52,13 @@ def run(body, arrays=None, *, grid=(1,), threads=32, shared=0, declarations="", 
     return executor
 
 
+def results(body, threads=64, **options):
+    """What threads store in an array of int32, with -7 for those that store nothing."""
+    out = np.full(threads * options.get("grid", (1,))[0], -7, np.int32)
+    run(body, {"out": out}, threads=threads, **options)
+    return out.tolist()
+
+
 def apply(instruction, kinds, values, result):
     """Execute one instruction in as many threads as there are values.
 

@@ -41,6 +41,13 @@ def notes(error):
     return getattr(error, "__notes__", [])
 
 
+def refusal(ledger, words, num_bytes, address=BASE, error=LockRefused):
+    """The error of a range that is not locked."""
+    with pytest.raises(error, match=words) as raised, ledger.locked(address, num_bytes):
+        pytest.fail("nothing is locked here")
+    return raised.value
+
+
 @pytest.mark.parametrize("offset", [0, 1, 64, PAGE - 1])
 @pytest.mark.parametrize("num_bytes", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 100 * PAGE - 3])
 def test_a_range_is_one_registration_up_to_the_largest_size(offset, num_bytes):
@@ -64,22 +71,15 @@ def test_registrations_are_not_retried_below_the_smallest_size(monkeypatch, limi
     monkeypatch.setattr(page_lock, "lock_limit_bytes", lambda: limit)
     driver = FakeDriver(largest=PAGE)
     words = rf"lock {2 * PAGE:,} of {9 * PAGE:,} bytes .*NUMBER \(2\)\n\nhint: move the features"
-    with (
-        pytest.raises(LockRefused, match=words) as refused,
-        ledger_of(driver).locked(BASE, 9 * PAGE),
-    ):
-        pytest.fail("nothing is locked here")
-    assert not refused.value.is_unsuitable
+    assert not refusal(ledger_of(driver), words, 9 * PAGE).is_unsuitable
     assert [call[2] // PAGE for call in driver.named("lock")] == [9, 4, 2]
     assert driver.ranges == {}
 
 
 def test_a_refusal_reports_a_limit_that_is_too_low(monkeypatch):
     monkeypatch.setattr(page_lock, "lock_limit_bytes", lambda: 9 * PAGE - 1)
-    driver = FakeDriver(largest=PAGE)
     words = rf"(?s)hint: `ulimit -l` is {9 * PAGE - 1:,} bytes for this user: .*memlock=-1"
-    with pytest.raises(LockRefused, match=words), ledger_of(driver).locked(BASE, 9 * PAGE):
-        pytest.fail("nothing is locked here")
+    refusal(ledger_of(FakeDriver(largest=PAGE)), words, 9 * PAGE)
 
 
 @pytest.mark.parametrize("nth", range(3))
@@ -92,8 +92,7 @@ def test_ctrl_c_as_the_driver_returns(nth):
             return code
 
     driver = Interrupted()
-    with pytest.raises(KeyboardInterrupt), ledger_of(driver).locked(BASE, 40 * PAGE):
-        pytest.fail("nothing is locked here")
+    refusal(ledger_of(driver), "^$", 40 * PAGE, error=KeyboardInterrupt)
     assert driver.ranges == {}
 
 
@@ -135,12 +134,8 @@ def test_memory_locked_by_others_is_not_searched_page_by_page():
 @pytest.mark.parametrize(("offset", "where"), [(1 << 40, "the address 0x"), (None, "no address")])
 def test_gpus_with_other_addresses_are_rejected(offset, where):
     driver = FakeDriver(offset=offset)
-    with (
-        pytest.raises(LockRefused, match=rf"(?s) has {where}.* on GPUs.*hint: ") as refused,
-        ledger_of(driver).locked(BASE, 5 * PAGE),
-    ):
-        pytest.fail("nothing is locked here")
-    assert refused.value.is_unsuitable
+    words = rf"(?s) has {where}.* on GPUs.*hint: "
+    assert refusal(ledger_of(driver), words, 5 * PAGE).is_unsuitable
     assert driver.ranges == {}
 
 
@@ -150,8 +145,7 @@ def test_every_segment_must_have_the_address_of_the_host():
             return address + (PAGE if address >= BASE + 16 * PAGE else 0)
 
     driver = Elsewhere()
-    with pytest.raises(LockRefused, match="on GPUs"), ledger_of(driver).locked(BASE, 20 * PAGE):
-        pytest.fail("nothing is locked here")
+    refusal(ledger_of(driver), "on GPUs", 20 * PAGE)
     assert driver.ranges == {}
 
 
@@ -199,11 +193,7 @@ def test_memory_that_could_not_be_unlocked_is_unlocked_before_the_next_lock():
     driver.unlock_codes[BASE] = LOST
     with pytest.raises(RuntimeError, match="failed to unlock"), ledger.locked(BASE, 4 * PAGE):
         pass
-    with (
-        pytest.raises(LockRefused, match=r"(?s)for an earlier use\n\nhint: restart"),
-        ledger.locked(BASE + PAGE, 2 * PAGE),
-    ):
-        pytest.fail("nothing is locked here")
+    refusal(ledger, r"(?s)for an earlier use\n\nhint: restart", 2 * PAGE, BASE + PAGE)
     driver.unlock_codes.clear()
     driver.calls.clear()
     with ledger.locked(BASE + PAGE, 2 * PAGE):
@@ -225,8 +215,7 @@ def test_memory_that_does_not_fit_is_not_locked(monkeypatch):
     driver.calls.clear()
     monkeypatch.setattr(page_lock, "available_bytes", lambda: 54 * PAGE - 1)
     words = rf"{num_bytes:,} bytes needs {54 * PAGE:,} .* {54 * PAGE - 1:,} are available\n\nhint: "
-    with pytest.raises(RuntimeError, match=words), ledger_of(driver).locked(address, num_bytes):
-        pytest.fail("nothing is locked here")
+    refusal(ledger_of(driver), words, num_bytes, address, RuntimeError)
     assert driver.calls == []
 
 

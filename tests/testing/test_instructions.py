@@ -1,5 +1,6 @@
 """Every arithmetic instruction form, executed in small kernels, against exact arithmetic."""
 
+import operator
 from fractions import Fraction
 
 import numpy as np
@@ -29,12 +30,10 @@ def check_integers(instruction, kinds, result, expected, values=None):
 def test_sums_and_logic(bits):
     for sign in "us":
         kind = f"{sign}{bits}"
-        check_integers(f"add.{kind} %y, %x0, %x1", [kind] * 2, kind, lambda a, b: a + b)
-        check_integers(f"sub.{kind} %y, %x0, %x1", [kind] * 2, kind, lambda a, b: a - b)
-        check_integers(f"min.{kind} %y, %x0, %x1", [kind] * 2, kind, min)
-        check_integers(f"max.{kind} %y, %x0, %x1", [kind] * 2, kind, max)
-        check_integers(f"mul.lo.{kind} %y, %x0, %x1", [kind] * 2, kind, lambda a, b: a * b)
-        check_integers(f"mul.hi.{kind} %y, %x0, %x1", [kind] * 2, kind, lambda a, b: a * b >> bits)
+        functions = {"add": operator.add, "sub": operator.sub, "min": min, "max": max}
+        functions |= {"mul.lo": operator.mul, "mul.hi": lambda a, b: a * b >> bits}
+        for name, function in functions.items():
+            check_integers(f"{name}.{kind} %y, %x0, %x1", [kind] * 2, kind, function)
         check_integers(
             f"mad.lo.{kind} %y, %x0, %x1, %x2", [kind] * 3, kind, lambda a, b, c: a * b + c
         )
@@ -48,9 +47,8 @@ def test_sums_and_logic(bits):
                 lambda a, b, c: a * b + c,
             )
     kind = f"b{bits}"
-    check_integers(f"and.{kind} %y, %x0, %x1", [kind] * 2, kind, lambda a, b: a & b)
-    check_integers(f"or.{kind} %y, %x0, %x1", [kind] * 2, kind, lambda a, b: a | b)
-    check_integers(f"xor.{kind} %y, %x0, %x1", [kind] * 2, kind, lambda a, b: a ^ b)
+    for name, function in (("and", operator.and_), ("or", operator.or_), ("xor", operator.xor)):
+        check_integers(f"{name}.{kind} %y, %x0, %x1", [kind] * 2, kind, function)
     check_integers(f"not.{kind} %y, %x0", [kind], kind, lambda a: ~a)
     check_integers(f"mov.{kind} %y, %x0", [kind], kind, lambda a: a)
     check_integers(f"neg.s{bits} %y, %x0", [f"s{bits}"], f"s{bits}", lambda a: -a)
@@ -153,10 +151,7 @@ def test_bit_fields(kind):
 
 @pytest.mark.parametrize("kind", ["u16", "s16", "u32", "s32", "u64", "s64"])
 def test_comparisons_of_integers(kind):
-    functions = {
-        "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b,
-        "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
-    }  # fmt: skip
+    functions = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
     values = [[v % 5 for v in integers(kind, 64, 1)], integers(kind, 64, 2)]
     for name, function in functions.items():
         check_integers(f"setp.{name}.{kind} %y, %x0, %x1", [kind] * 2, "pred", function, values)
@@ -334,7 +329,7 @@ def test_every_16_bit_number_converts_to_float32_and_back(kind):
         else:
             assert found & 0x7FFFFFFF == 0x7F800000
     back = apply(f"cvt.rn.{kind}.f32 %y, %x0", ["f32"], [wide], kind)
-    assert [b for b in all_halves() if not is_nan(b, kind) and back[b] != b] == []
+    assert back == [0x7FFF if is_nan(bits, kind) else bits for bits in all_halves()]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import triton
 from programs import run_python
-from ptx_launches import KERNELS, Report, evenly_spaced, kernels_in
+from ptx_launches import KERNELS, evenly_spaced, kernels_in
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,28 +27,6 @@ def test_kernels_are_found_by_parsing(tmp_path):
     assert kernels_in(tmp_path) == {"whole", "part"}
     (tmp_path / "third.py").write_text("@triton.jit\ndef third(x): part(x, 1)\n")
     assert kernels_in(tmp_path) == {"whole", "third"}
-
-
-def test_a_kernel_that_is_not_launched_is_a_failure():
-    report = Report({"one", "two"})
-    assert report.failures() == [
-        "no Triton kernel was launched",
-        "one was not launched",
-        "two was not launched",
-    ]
-    report.add("a", {"one": [2, 30]}, must_launch=True)
-    assert report.failures() == ["two was not launched"]
-    report.add("b", {"two": [1, 4], "one": [1, 1]}, must_launch=False)
-    report.add("c", {}, must_launch=False)
-    assert report.failures() == []
-    report.add("d", {}, must_launch=True)
-    assert report.failures() == ["d launched no Triton kernel"]
-    assert [line.split() for line in report.lines()] == [
-        ["kernel", "tests", "launches", "requests"],
-        ["one", "2", "3", "31"],
-        ["two", "1", "1", "4"],
-        ["total", "2", "4", "35"],
-    ]
 
 
 def test_few_cases_of_a_test_are_the_first_the_last_and_between():

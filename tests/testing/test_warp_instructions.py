@@ -1,18 +1,16 @@
 """Shuffles, votes and reductions across the lanes of a warp."""
 
+import functools
+import itertools
+import operator
+
 import numpy as np
 import pytest
-from ptx_kernels import integers, run, signed
+from ptx_kernels import integers, results, run, signed
 
 from gcnzc.testing.faults import Fault, UnsupportedInstruction
 
 STORE = "add.s64 %d1, %out, %at4; st.global.b32 [%d1], {};"
-
-
-def results(body, threads=64):
-    out = np.full(threads, -7, np.int32)
-    run(body, {"out": out}, threads=threads)
-    return out.tolist()
 
 
 @pytest.mark.parametrize(
@@ -68,11 +66,13 @@ def test_instructions_across_the_active_lanes_of_a_branch():
     assert results(body) == ([inside] * 8 + [0] * 24) * 2
 
 
-@pytest.mark.parametrize(
-    ("operation", "kind"),
-    [("add", "s32"), ("add", "u32"), ("min", "s32"), ("min", "u32"), ("max", "s32"),
-     ("max", "u32"), ("and", "b32"), ("or", "b32"), ("xor", "b32")],
-)  # fmt: skip
+REDUCTIONS = {"add": operator.add, "min": min, "max": max}
+REDUCTIONS |= {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
+FORMS = [*itertools.product(("add", "min", "max"), ("s32", "u32"))]
+FORMS += itertools.product(("and", "or", "xor"), ("b32",))
+
+
+@pytest.mark.parametrize(("operation", "kind"), FORMS)
 def test_reductions(operation, kind):
     values = integers(kind, 32)
     source, out = np.array(values, np.uint32), np.zeros(32, np.uint32)
@@ -82,12 +82,7 @@ def test_reductions(operation, kind):
     """
     run(body, {"source": source, "out": out})
     exact = [signed(v, 32) for v in values] if kind == "s32" else values
-    total = exact[0]
-    for value in exact[1:]:
-        total = {
-            "add": total + value, "min": min(total, value), "max": max(total, value),
-            "and": total & value, "or": total | value, "xor": total ^ value,
-        }[operation]  # fmt: skip
+    total = functools.reduce(REDUCTIONS[operation], exact)
     assert out.tolist() == [total & 0xFFFFFFFF] * 32
 
 
