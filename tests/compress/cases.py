@@ -2,72 +2,62 @@
 
 import torch
 
-from gcnzc.compress import (
-    Blocks,
-    Dense,
-    RandomBlock,
-    RandomK,
-    Rounded,
-    Sign,
-    Threshold,
-    TopK,
-    WorkerInfo,
-)
+from gcnzc import compress
 from gcnzc.compress.blocks import NUMBER_FORMATS
 from gcnzc.exchange import init_group, lockstep, run
 
 DENSE = {
-    "dense": Dense(),
-    "dense bfloat16": Dense(torch.bfloat16),
-    "dense float16": Dense(torch.float16),
+    "dense": compress.Dense(),
+    "dense bfloat16": compress.Dense(torch.bfloat16),
+    "dense float16": compress.Dense(torch.float16),
 }
 # with error feedback
 FEEDBACK = {
-    "sign": Sign(),
-    "sign of 32": Sign(block=32),
-    "sign of all": Sign(block=None),
-    "sign l1": Sign(scale="l1"),
-    "sign l1 of 32": Sign(block=32, scale="l1"),
-    "sign l1 of all": Sign(block=None, scale="l1"),
-    **{form: Blocks(form, has_feedback=True) for form in NUMBER_FORMATS},
-    "int4 at random": Blocks("int4", 96, True, 5, has_feedback=True),
-    "float4_e3m0 at random": Blocks("float4_e3m0", stochastic=True, has_feedback=True),
-    "int4 of all": Blocks("int4", block=None, has_feedback=True),
-    "int4, then bfloat16": Blocks("int4", 32, has_feedback=True, mean_format="bfloat16"),
-    "int8, then float32": Blocks("int8", has_feedback=True, mean_format="float32"),
-    "float8_e5m2, then int4": Blocks(
+    "sign": compress.Sign(),
+    "sign of 32": compress.Sign(block=32),
+    "sign of all": compress.Sign(block=None),
+    "sign l1": compress.Sign(scale="l1"),
+    "sign l1 of 32": compress.Sign(block=32, scale="l1"),
+    "sign l1 of all": compress.Sign(block=None, scale="l1"),
+    **{form: compress.Blocks(form, has_feedback=True) for form in NUMBER_FORMATS},
+    "int4 at random": compress.Blocks("int4", 96, True, 5, has_feedback=True),
+    "float4_e3m0 at random": compress.Blocks("float4_e3m0", stochastic=True, has_feedback=True),
+    "int4 of all": compress.Blocks("int4", block=None, has_feedback=True),
+    "int4, then bfloat16": compress.Blocks("int4", 32, has_feedback=True, mean_format="bfloat16"),
+    "int8, then float32": compress.Blocks("int8", has_feedback=True, mean_format="float32"),
+    "float8_e5m2, then int4": compress.Blocks(
         "float8_e5m2", 64, True, has_feedback=True, mean_format="int4"
     ),
-    "rounded": Rounded(has_feedback=True),
-    "rounded float16": Rounded(torch.float16, has_feedback=True),
+    "rounded": compress.Rounded(has_feedback=True),
+    "rounded float16": compress.Rounded(torch.float16, has_feedback=True),
 }
 NO_FEEDBACK = {
-    "sign without errors": Sign(block=32, has_feedback=False),
-    "int8 without errors": Blocks("int8", 32),
-    "int4 at random without errors": Blocks("int4", stochastic=True),
-    "int4, then float32, without errors": Blocks("int4", mean_format="float32"),
-    "rounded without errors": Rounded(),
-    "rounded float32": Rounded(torch.float32),
+    "sign without errors": compress.Sign(block=32, has_feedback=False),
+    "int8 without errors": compress.Blocks("int8", 32),
+    "int4 at random without errors": compress.Blocks("int4", stochastic=True),
+    "int4, then float32, without errors": compress.Blocks("int4", mean_format="float32"),
+    "rounded without errors": compress.Rounded(),
+    "rounded float32": compress.Rounded(torch.float32),
 }
 COMPRESSIONS = DENSE | FEEDBACK | NO_FEEDBACK
 CODES = FEEDBACK | NO_FEEDBACK
 # which send some of the elements; all with error feedback, except the last ones
 SPARSE = {
-    "topk": TopK(0.1),
-    "topk of 32": TopK(0.05, per=32),
-    "topk of layers float16": TopK(0.2, "layer", "float16"),
-    "topk of all bfloat16": TopK(0.03, "all", "bfloat16"),
-    "topk int2": TopK(0.1, 64, "int2"),
-    "sparseloco": TopK.sparse_loco(0.1),
-    "randomk": RandomK(0.1),
-    "randomk most": RandomK(0.8, seed=2**32 - 1),
-    "randomk different": RandomK(0.2, 7, same=False),
-    "block": RandomBlock(0.15, 3),
-    "threshold": Threshold(0.1, refresh=2),
-    "threshold of 32": Threshold(0.05, 3, per=32),
-    "topk without errors": TopK(0.1, error_feedback=False),
-    "randomk without errors": RandomK(0.25, error_feedback=False),
-    "threshold without errors": Threshold(0.1, error_feedback=False),
+    "topk": compress.TopK(0.1),
+    "topk of 32": compress.TopK(0.05, per=32),
+    "topk of layers float16": compress.TopK(0.2, "layer", "float16"),
+    "topk of all bfloat16": compress.TopK(0.03, "all", "bfloat16"),
+    "topk int2": compress.TopK(0.1, 64, "int2"),
+    "sparseloco": compress.TopK.sparse_loco(0.1),
+    "randomk": compress.RandomK(0.1),
+    "randomk most": compress.RandomK(0.8, seed=2**32 - 1),
+    "randomk different": compress.RandomK(0.2, 7, same=False),
+    "block": compress.RandomBlock(0.15, 3),
+    "threshold": compress.Threshold(0.1, refresh=2),
+    "threshold of 32": compress.Threshold(0.05, 3, per=32),
+    "topk without errors": compress.TopK(0.1, error_feedback=False),
+    "randomk without errors": compress.RandomK(0.25, error_feedback=False),
+    "threshold without errors": compress.Threshold(0.1, error_feedback=False),
 }
 SPARSE_FEEDBACK = {name: each for name, each in SPARSE.items() if each.has_feedback}
 # that add the whole error to the next vector
@@ -83,11 +73,10 @@ FEW = {
 }
 
 
-def reducers(way, num_elements, world_size, dtype=torch.float32, device="cpu"):
+def reducers(way, num_elements, world_size, dtype=torch.float32, device="cpu", layers=()):
     """Return the reducers of all ranks."""
-    places = [
-        WorkerInfo(rank, world_size, torch.device(device), dtype) for rank in range(world_size)
-    ]
+    info = torch.device(device), dtype, layers
+    places = [compress.WorkerInfo(rank, world_size, *info) for rank in range(world_size)]
     return [way.reducer(num_elements, place) for place in places]
 
 
@@ -153,9 +142,8 @@ def steps_of(rank, world_size, lengths):
     """
     found = []
     for count, names in lengths.items():
-        place = WorkerInfo(rank, world_size, torch.device("cpu"), torch.float32)
         for name in names:
-            reducer = ALL[name].reducer(count, place)
+            reducer = reducers(ALL[name], count, world_size)[rank]
             for step in range(2):
                 values = vectors(count + 2, world_size, step)[rank]
                 assert (yield from reducer.mean(values, 2)) == ""

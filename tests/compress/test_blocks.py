@@ -72,25 +72,7 @@ def test_sums_of_rounded_elements_are_not_rounded(dtype):
     assert rounded < 0.95 * dense
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"number_format": "int5"},
-            r"number_format is 'int5'\n\nhint: one of float8_e4m3fn, .*float4_e3m0",
-        ),
-        (
-            {"number_format": "int8", "mean_format": "int5"},
-            r"mean_format is 'int5'\n\nhint: one of same, bf",
-        ),
-        (
-            {"number_format": "int8", "block": 100},
-            r"blocks of 100 elements, not a multiple of 32",
-        ),
-        ({"number_format": "int8", "seed": -1}, "seed is -1, but must be at least 0"),
-        ({"number_format": "int8", "seed": 2**32}, "seed is 4294967296, but must be at most"),
-    ],
-)
-def test_invalid_options_are_rejected(options, message):
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        Blocks(**options)
+def test_int2_sends_two_bits_and_a_scale_of_256_elements():
+    sent = Blocks("int2").bytes_sent(2**20, 4)
+    # in two stages, of three quarters each
+    assert sent == pytest.approx(1.5 * 2**20 * (2 + 32 / 256) / 8, rel=0.01)

@@ -70,9 +70,44 @@ def test_unknown_names_are_rejected():
             compression(value)
 
 
-def test_dtypes_that_cannot_be_sent_are_rejected():
-    with pytest.raises(ValueError, match=r"(?s)cannot send torch.float64\n\nhint: .*bfloat16"):
-        Rounded(torch.float64)
-    for dtype in (torch.int32, torch.complex64, "float16", 5):
-        with pytest.raises(ValueError, match=rf"cannot send '?{dtype}'?\n\nhint: .*bfloat16"):
-            Dense(dtype)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Sign(scale="l2"), "scale is 'l2'.*: one of rms, l1"),
+        (lambda: Sign(block="a"), "blocks of 'a' elements, not a multiple of 32"),
+        (lambda: Sign(block=33), "blocks of 33 elements, not a multiple of 32"),
+        (lambda: Blocks("int5"), "number_format is 'int5'.*: one of float8_e4m3fn, .*float4_e3m0"),
+        (lambda: Blocks("int8", mean_format="int5"), "mean_format is 'int5'.*: one of same, bf"),
+        (lambda: Blocks("int8", 100), "blocks of 100 elements, not a multiple of 32"),
+        (lambda: Blocks("int8", seed=-1), "seed is -1, but must be at least 0"),
+        (lambda: Blocks("int8", seed=2**32), "seed is 4294967296, but must be at most"),
+        (lambda: Rounded(torch.float64), "cannot send torch.float64.*: .*bfloat16"),
+        *(
+            (lambda dtype=dtype: Dense(dtype), f"cannot send '?{dtype}'?.*: .*bfloat16")
+            for dtype in (torch.int32, torch.complex64, "float16", 5)
+        ),
+        (lambda: TopK(0), "density is 0"),
+        (lambda: TopK(1.5), "density is 1.5"),
+        (lambda: TopK(float("nan")), "density is nan"),
+        (lambda: TopK("0.1"), "density is '0.1'"),
+        (lambda: TopK(0.1, "row"), "per is 'row'"),
+        (lambda: TopK(0.1, 0), "per is 0"),
+        (lambda: TopK(0.1, True), "per is True"),
+        (lambda: TopK(0.1, value_format="int4"), "value_format is 'int4'"),
+        (lambda: TopK(0.1, error_decay=0), "error_decay is 0"),
+        (lambda: TopK(0.1, error_decay="a"), "error_decay is 'a'"),
+        (lambda: TopK(0.1, error_decay=None), "error_decay is None"),
+        (lambda: RandomK(-1), "density is -1"),
+        (lambda: RandomK(0.1, 2**32), "seed is 4294967296"),
+        (lambda: RandomK(0.1, 1.5), "seed is 1.5"),
+        (lambda: RandomBlock(0.1, -1), "seed is -1"),
+        (lambda: Threshold(2), "density is 2"),
+        (lambda: Threshold(0.1, 0), "refresh is 0"),
+        (lambda: Threshold(0.1, 2.5), "refresh is 2.5"),
+        (lambda: Threshold(0.1, per=-4), "per is -4"),
+    ],
+)
+def test_invalid_options_are_rejected(make, message):
+    with pytest.raises((TypeError, ValueError), match=f"(?s)^{message}") as error:
+        make()
+    assert "\n\nhint: " in str(error.value) or message.endswith("of 32")

@@ -42,12 +42,3 @@ def test_means_are_those_of_algorithm_1_of_1_bit_adam(scale, world_size):
         torch.testing.assert_close(
             each.worker_error.double(), errors[worker].flatten(), rtol=1e-5, atol=1e-4
         )
-
-
-def test_invalid_options_are_rejected():
-    with pytest.raises(ValueError, match=r"scale is 'l2'\n\nhint: one of rms, l1"):
-        Sign(scale="l2")
-    with pytest.raises(ValueError, match=r"blocks of 'a' elements, not a multiple of 32"):
-        Sign(block="a")
-    with pytest.raises(ValueError, match=r"(?s)blocks of 33 elements.*multiple of 32"):
-        Sign(block=33)

@@ -10,23 +10,7 @@ from collective_sizes import executed_by
 from limits import NEVER_S
 from processes import shorten_waits
 
-from gcnzc.exchange import (
-    AllGather,
-    AllGatherScalar,
-    AllToAll,
-    Broadcast,
-    Mean,
-    Receive,
-    ReduceScatter,
-    Send,
-    SendReceive,
-    Start,
-    Sum,
-    Wait,
-    init,
-    init_group,
-    run,
-)
+from gcnzc import exchange
 
 
 def values(rank, count, dtype=torch.float32):
@@ -36,41 +20,41 @@ def values(rank, count, dtype=torch.float32):
 
 def in_two_rounds(rank):
     """An algorithm that is started as a whole."""
-    rows = yield AllGather(values(rank, 13))
-    return (yield Sum(rows.cumsum(0).contiguous()))
+    rows = yield exchange.AllGather(values(rank, 13))
+    return (yield exchange.Sum(rows.cumsum(0).contiguous()))
 
 
 def everything(rank, world_size):
     """Make each kind of request, small and large, and return all answers."""
     found = []
     for count in (0, 1, 1000, 24_000):
-        found.append((yield Mean(values(rank, count))))
-        found.append((yield Sum(values(rank, count, torch.float64).view(1, -1))))
-        found.append((yield AllGather(values(rank, count, torch.bfloat16))))
-        found.append((yield AllGather(values(rank, count, torch.float8_e5m2))))
-        found.append((yield Broadcast(values(rank, count), world_size - 1)))
-        found.append((yield Broadcast(values(rank, 2 * count).view(-1, 2).T.bool(), 0)))
-        found.append((yield ReduceScatter(values(rank, count * world_size))))
-        found.append((yield SendReceive(values(rank, count), world_size - 1 - rank)))
+        found.append((yield exchange.Mean(values(rank, count))))
+        found.append((yield exchange.Sum(values(rank, count, torch.float64).view(1, -1))))
+        found.append((yield exchange.AllGather(values(rank, count, torch.bfloat16))))
+        found.append((yield exchange.AllGather(values(rank, count, torch.float8_e5m2))))
+        found.append((yield exchange.Broadcast(values(rank, count), world_size - 1)))
+        found.append((yield exchange.Broadcast(values(rank, 2 * count).view(-1, 2).T.bool(), 0)))
+        found.append((yield exchange.ReduceScatter(values(rank, count * world_size))))
+        found.append((yield exchange.SendReceive(values(rank, count), world_size - 1 - rank)))
         parts = [values(rank, count + to, torch.float64) for to in range(world_size)]
-        found += yield AllToAll(parts)
-        found += yield AllToAll(parts, [count + rank] * world_size)
-    found.append((yield AllGatherScalar(rank - 5)))
-    found.append((yield AllGatherScalar(rank / 7)))
-    first = yield Start(Mean(values(rank, 5000)))
-    second = yield Start(AllGather(values(rank, 50)), "other")
-    third = yield Start(AllGatherScalar(rank))
-    fourth = yield Start(in_two_rounds(rank), "other")
-    found.append((yield Sum(values(rank, 77))))
+        found += yield exchange.AllToAll(parts)
+        found += yield exchange.AllToAll(parts, [count + rank] * world_size)
+    found.append((yield exchange.AllGatherScalar(rank - 5)))
+    found.append((yield exchange.AllGatherScalar(rank / 7)))
+    first = yield exchange.Start(exchange.Mean(values(rank, 5000)))
+    second = yield exchange.Start(exchange.AllGather(values(rank, 50)), "other")
+    third = yield exchange.Start(exchange.AllGatherScalar(rank))
+    fourth = yield exchange.Start(in_two_rounds(rank), "other")
+    found.append((yield exchange.Sum(values(rank, 77))))
     for pending in (third, fourth, first, second):
-        found.append((yield Wait(pending)))
+        found.append((yield exchange.Wait(pending)))
     if world_size == 1:
         return found
     received = torch.zeros(9)
-    receive = yield Start(Receive(received, (rank - 1) % world_size))
-    send = yield Start(Send(values(rank, 9), (rank + 1) % world_size))
-    yield Wait(receive)
-    yield Wait(send)
+    receive = yield exchange.Start(exchange.Receive(received, (rank - 1) % world_size))
+    send = yield exchange.Start(exchange.Send(values(rank, 9), (rank + 1) % world_size))
+    yield exchange.Wait(receive)
+    yield exchange.Wait(send)
     found.append(received)
     return found
 
@@ -96,17 +80,17 @@ def same(one, other):
 
 def answer_everything(way):
     """Run `everything` twice in a process; return answers, ledger and numbers of buffers."""
-    with executed_by(way), init_group(timeout_s=60) as group:
-        found = run(everything(group.rank, group.world_size), group)
+    with executed_by(way), exchange.init_group(timeout_s=60) as group:
+        found = exchange.run(everything(group.rank, group.world_size), group)
         made = count_buffers(group)
-        run(everything(group.rank, group.world_size), group)
+        exchange.run(everything(group.rank, group.world_size), group)
         return found, dataclasses.asdict(group.ledger), made, count_buffers(group)
 
 
 def exchange_until(what):
     """Exchange until rank 1 is killed, stopped or slow."""
     shorten_waits()
-    with init_group(timeout_s=20) as group:
+    with exchange.init_group(timeout_s=20) as group:
         group.timeout_s = 2
         for step in range(1000):
             group.set_status(step, "exchange")
@@ -119,7 +103,7 @@ def exchange_until(what):
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if what == "slow":
                     time.sleep(NEVER_S)
-            run(ask(Mean(torch.ones(10))), group)
+            exchange.run(ask(exchange.Mean(torch.ones(10))), group)
             time.sleep(0.001)
 
 
@@ -127,12 +111,12 @@ def stop_while_joining():
     """Connect, but stop rank 1 after it has registered."""
     shorten_waits()
     if os.environ["RANK"] == "1":
-        join = init.join_workers
+        join = exchange.init.join_workers
 
         def join_and_stop(*arguments):
             join(*arguments)
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        init.join_workers = join_and_stop
-    with init_group(timeout_s=3):
+        exchange.init.join_workers = join_and_stop
+    with exchange.init_group(timeout_s=3):
         pass

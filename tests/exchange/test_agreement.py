@@ -76,6 +76,22 @@ def start_for_rank(rank):
     return (yield Wait(pending))
 
 
+def send_on_a_channel(rank):
+    """Send to the other rank on a channel, and wait for its message without one."""
+    sent = yield Start(Send(floats(1), 1 - rank), "ring")
+    yield Receive(floats(1), 1 - rank)
+    yield Wait(sent)
+
+
+def wait_on_a_channel(rank):
+    yield Wait((yield Start(Send(floats(1), 1 - rank), "ring")))
+
+
+def both(text):
+    """The requests of both ranks, in either order."""
+    return f"requests {text}, rank . requests {text}"
+
+
 # (programs of ranks 0 and 1, what is reported)
 MISMATCHES = {
     "both send first": (
@@ -84,11 +100,11 @@ MISMATCHES = {
     ),
     "a send of 3 for a receive of 2": (
         lambda rank: make_all(Receive(floats(2), 0) if rank else Send(floats(3), 1)),
-        "requests [23] float32, rank . requests [23] float32",
+        both("[23] float32"),
     ),
     "a send of another dtype": (
         lambda rank: make_all(Receive(floats(2).int(), 0) if rank else Send(floats(2), 1)),
-        "requests 2 (int|float)32, rank . requests 2 (int|float)32",
+        both("2 (int|float)32"),
     ),
     "a send for a sum": (
         lambda rank: make_all(Sum(floats(2)) if rank else Send(floats(2), 1)),
@@ -96,16 +112,15 @@ MISMATCHES = {
     ),
     "a sum for a mean": (
         lambda rank: make_all((Mean if rank else Sum)(floats(2))),
-        "requests (Sum|Mean) of 2 float32, rank . requests (Sum|Mean) of 2 float32",
+        both("(Sum|Mean) of 2 float32"),
     ),
     "large sums of different sizes": (
         lambda rank: make_all(Sum(floats(LARGE + 1000 * rank))),
-        "requests Sum of 25[01]000 float32, rank . requests Sum of 25[01]000",
+        both("Sum of 25[01]000 float32"),
     ),
     "a scalar of another type": (
         lambda rank: make_all(AllGatherScalar(1.0 if rank else 1)),
-        "requests AllGatherScalar of (int|float)64, rank . "
-        "requests AllGatherScalar of (int|float)64",
+        both("AllGatherScalar of (int|float)64"),
     ),
     "a broadcast from another rank": (
         lambda rank: make_all(Broadcast(floats(2), rank)),
@@ -127,23 +142,22 @@ MISMATCHES = {
     ),
     "a large mean after large sums": (
         lambda rank: make_all(large(), large(), (Mean if rank else Sum)(floats(LARGE))),
-        "requests (Sum|Mean) of 250000 float32, rank . requests (Sum|Mean) of 250000 float32",
+        both("(Sum|Mean) of 250000 float32"),
     ),
     # each pair was made before, so no check comes first; the next is at most 127 requests later
     "a large mean for a sum where both have followed a sum before": (
         lambda rank: make_all(*seen(), (Mean if rank else Sum)(floats(LARGE)), *sums(128)),
-        "requests (Sum|Mean) of 250000 float32, rank . requests (Sum|Mean) of 250000 float32",
+        both("(Sum|Mean) of 250000 float32"),
     ),
     "the same requests for two callers in another order": (
         lambda rank: make_all(*calls(f"model {rank}"), *calls(f"model {1 - rank}")),
-        "rank . requests Sum of 2 float32 for model .*, rank . requests Sum of 2 float32 for model",
+        both("Sum of 2 float32 for model .*"),
     ),
     "large requests for two callers in another order": (
         lambda rank: make_all(
             Caller(f"model {rank}"), large(), Caller(f"model {1 - rank}"), large()
         ),
-        "rank . requests Sum of 250000 float32 for model ., "
-        "rank . requests Sum of 250000 float32 for",
+        both("Sum of 250000 float32 for model ."),
     ),
     "started requests for two callers in another order": (
         start_for_rank,
@@ -153,11 +167,20 @@ MISMATCHES = {
         lambda rank: make_all(
             Caller(f"model {rank}"), Receive(floats(2), 0) if rank else Send(floats(2), 1)
         ),
-        "requests 2 float32 for model ., rank . requests 2 float32 for model .",
+        both("2 float32 for model ."),
     ),
     "in the background and not": (
         start_on_one_rank,
         "rank . waits for .*none of them can continue",
+    ),
+    "a message on another channel": (
+        send_on_a_channel,
+        "none of them can continue; .*rank 0 has started messages from rank 0 to rank 1 on channel "
+        "ring, and rank 1 has not",
+    ),
+    "a message on a channel without a receive": (
+        wait_on_a_channel,
+        "waits for (Send .*|the end of a started request) on channel ring",
     ),
 }
 

@@ -8,32 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_sizes import lockstep_by
-from exchange.cases import (
-    answer_everything,
-    ask,
-    everything,
-    exchange_until,
-    same,
-    stop_while_joining,
-)
+from exchange import cases
 from limits import HANG_S
 from processes import results, shorten_waits, talk, workers
 
-from gcnzc.exchange import (
-    AllGatherScalar,
-    Group,
-    Mean,
-    Receive,
-    Send,
-    Start,
-    Sum,
-    Wait,
-    WorkerLost,
-    current_group,
-    init_group,
-    lockstep,
-    run,
-)
+from gcnzc import exchange
 from gcnzc.optim import LocalSGD
 
 FLOATS = (torch.float32, torch.float64)
@@ -43,15 +22,15 @@ MAY_BE_BUILTIN = ("Sum", "Mean", "AllGather", "AllToAll", "Broadcast")
 
 @pytest.mark.parametrize(("world_size", "way"), [(2, "messages"), (5, "messages"), (3, "builtin")])
 def test_processes_get_the_same_answers_as_lockstep(world_size, way, tmp_path):
-    found = results(world_size, tmp_path, answer_everything, way)
-    expected = lockstep_by(way, [everything(rank, world_size) for rank in range(world_size)])
+    found = results(world_size, tmp_path, cases.answer_everything, way)
+    expected = lockstep_by(way, [cases.everything(rank, world_size) for rank in range(world_size)])
     for rank, (answers, ledger, made, made_later) in enumerate(found):
         for answer, right in zip(answers, expected.results[rank], strict=True):
             if way == "builtin" and getattr(answer, "dtype", None) in FLOATS:
                 # gloo adds in an order of its own
                 torch.testing.assert_close(answer, right)
             else:
-                assert same(answer, right)
+                assert cases.same(answer, right)
         twice = dataclasses.asdict(expected.ledgers[rank])["entries"]
         for kind, entry in ledger["entries"].items():
             # collectives of the process group have no messages of gcnzc
@@ -64,12 +43,14 @@ def test_processes_get_the_same_answers_as_lockstep(world_size, way, tmp_path):
 
 
 def test_a_single_rank_sends_no_messages():
-    with init_group() as group:
+    with exchange.init_group() as group:
         assert (group.rank, group.world_size, group.monitor) == (0, 1, None)
-        found = run(everything(0, 1), group)
+        found = exchange.run(cases.everything(0, 1), group)
         assert group.ledger.bytes_sent == 0
-    for answer, right in zip(found, lockstep([everything(0, 1)]).results[0], strict=True):
-        assert same(answer, right)
+    for answer, right in zip(
+        found, exchange.lockstep([cases.everything(0, 1)]).results[0], strict=True
+    ):
+        assert cases.same(answer, right)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +65,7 @@ def test_a_single_rank_sends_no_messages():
     ],
 )
 def test_a_missing_rank_is_reported_without_waiting_for_it(what, message, tmp_path):
-    with workers(3, tmp_path, exchange_until, what) as processes:
+    with workers(3, tmp_path, cases.exchange_until, what) as processes:
         for rank in (0, 2):
             processes[rank].join(HANG_S)
             assert processes[rank].exitcode == 1
@@ -101,7 +82,7 @@ def test_a_missing_rank_is_reported_without_waiting_for_it(what, message, tmp_pa
 
 
 def test_a_rank_that_stops_during_the_rendezvous_is_reported(tmp_path):
-    with workers(3, tmp_path, stop_while_joining) as processes:
+    with workers(3, tmp_path, cases.stop_while_joining) as processes:
         for rank in (0, 2):
             processes[rank].join(HANG_S)
             assert processes[rank].exitcode == 1
@@ -116,7 +97,7 @@ def test_a_rank_that_stops_during_the_rendezvous_is_reported(tmp_path):
 
 
 def begin(request):
-    return (yield Wait((yield Start(request))))
+    return (yield exchange.Wait((yield exchange.Start(request))))
 
 
 def count_heartbeat_threads():
@@ -133,26 +114,26 @@ def fail_to_connect():
     rank, new_group = int(os.environ["RANK"]), dist.new_group
 
     messages, num_threads = [], []
-    with init_group(timeout_s=20) as group:
+    with exchange.init_group(timeout_s=20) as group:
         group.timeout_s = 2
         if rank == 1:
             dist.new_group = fail
         for function in (
-            lambda: run(begin(AllGatherScalar(0)), group),
+            lambda: exchange.run(begin(exchange.AllGatherScalar(0)), group),
             lambda: group.subgroup([0, 1]),
         ):
             try:
                 function()
-            except (WorkerLost, RuntimeError) as error:
+            except (exchange.WorkerLost, RuntimeError) as error:
                 messages.append(f"{type(error).__name__}: {error}")
             num_threads.append(count_heartbeat_threads())
         dist.new_group = new_group
     if rank == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
     try:
-        with init_group(timeout_s=3):
+        with exchange.init_group(timeout_s=3):
             pass
-    except WorkerLost as error:
+    except exchange.WorkerLost as error:
         messages.append(f"{type(error).__name__}: {error}")
     return messages, num_threads, count_heartbeat_threads()
 
@@ -173,20 +154,20 @@ def use_a_closed_group():
     """Return each rank's error of a request, and of a started one, in a group rank 1 has closed."""
     shorten_waits()
     found = []
-    with init_group(timeout_s=20) as whole:
-        for program in (ask(AllGatherScalar(0)), begin(AllGatherScalar(0))):
+    with exchange.init_group(timeout_s=20) as whole:
+        for program in (cases.ask(exchange.AllGatherScalar(0)), begin(exchange.AllGatherScalar(0))):
             group = whole.subgroup([0, 1])
-            run(begin(AllGatherScalar(0)), group)
+            exchange.run(begin(exchange.AllGatherScalar(0)), group)
             if group.rank == 1:
                 group.close()
             try:
-                run(program, group)
+                exchange.run(program, group)
             except RuntimeError as error:
                 found.append(f"{type(error).__name__}: {error}")
                 # otherwise the connections last until the process ends
                 group.close()
         # wait until rank 0 has its errors
-        run(ask(AllGatherScalar(0)), whole)
+        exchange.run(cases.ask(exchange.AllGatherScalar(0)), whole)
     return found
 
 
@@ -206,39 +187,39 @@ def test_a_closed_group_rejects_requests_with_a_remedy(tmp_path):
 
 
 def sum_or_mean(rank):
-    return ask((Mean if rank else Sum)(torch.ones(2)))
+    return cases.ask((exchange.Mean if rank else exchange.Sum)(torch.ones(2)))
 
 
 def late(rank):
     """A request that rank 1 makes so late that rank 0 compares their requests."""
     time.sleep(0.6 * rank)
-    return ask(Sum(torch.ones(2)))
+    return cases.ask(exchange.Sum(torch.ones(2)))
 
 
 def use_current_group():
     """Return whether `current_group` returns the same group, and the heartbeat threads."""
     shorten_waits()
-    with init_group(timeout_s=20) as whole:
+    with exchange.init_group(timeout_s=20) as whole:
         rank, counts = whole.rank, [count_heartbeat_threads()]
-        group = current_group()
-        is_same = current_group() is group and current_group() is group
+        group = exchange.current_group()
+        is_same = exchange.current_group() is group and exchange.current_group() is group
         counts.append(count_heartbeat_threads())
         # a new subgroup works after a mismatch in an earlier one
         first, error = group.subgroup([0, 1]), ""
         try:
-            run(sum_or_mean(rank), first)
+            exchange.run(sum_or_mean(rank), first)
         except RuntimeError as mismatch:
             error = str(mismatch)
         first.close()
-        total = run(late(rank), current_group().subgroup([0, 1])).tolist()
+        total = exchange.run(late(rank), exchange.current_group().subgroup([0, 1])).tolist()
         group.close()
-        is_new = current_group() is not group
-        total += run(late(rank), current_group()).tolist()
+        is_new = exchange.current_group() is not group
+        total += exchange.run(late(rank), exchange.current_group()).tolist()
         counts.append(count_heartbeat_threads())
     # the process group is destroyed
     counts.append(count_heartbeat_threads())
-    with init_group(timeout_s=20):
-        total += run(late(rank), current_group()).tolist()
+    with exchange.init_group(timeout_s=20):
+        total += exchange.run(late(rank), exchange.current_group()).tolist()
         counts.append(count_heartbeat_threads())
         # as the last line of a script, after which the `with` ends without an error
         dist.destroy_process_group()
@@ -259,22 +240,22 @@ def use_a_process_group_without_the_host():
     dist.init_process_group("cuda:gloo")
     new_group = dist.new_group
     dist.new_group = fail
-    with pytest.raises(WorkerLost, match=r"could not add gloo.*too many open sockets"):
-        current_group()
+    with pytest.raises(exchange.WorkerLost, match=r"could not add gloo.*too many open sockets"):
+        exchange.current_group()
     dist.new_group = new_group
-    group = current_group()
+    group = exchange.current_group()
 
     def program(group):
         peer = 1 - group.rank
-        found = [(yield AllGatherScalar(group.rank))]
-        pending = yield Start(Sum(torch.ones(3)), "background")
-        found.append((yield Wait(pending)).tolist())
-        pending = yield Start(Receive(torch.empty(2), peer))
-        yield Send(torch.full((2,), float(group.rank)), peer)
-        return *found, (yield Wait(pending)).tolist()
+        found = [(yield exchange.AllGatherScalar(group.rank))]
+        pending = yield exchange.Start(exchange.Sum(torch.ones(3)), "background")
+        found.append((yield exchange.Wait(pending)).tolist())
+        pending = yield exchange.Start(exchange.Receive(torch.empty(2), peer))
+        yield exchange.Send(torch.full((2,), float(group.rank)), peer)
+        return *found, (yield exchange.Wait(pending)).tolist()
 
     subgroup = group.subgroup([0, 1])
-    found = [run(program(each), each) for each in (group, subgroup)]
+    found = [exchange.run(program(each), each) for each in (group, subgroup)]
     parameter = torch.nn.Parameter(torch.full((2,), float(group.rank)))
     optimizer = LocalSGD(torch.optim.SGD([parameter], lr=1.0), local_steps=2)
     parameter.grad = torch.full((2,), float(group.rank))
@@ -295,11 +276,11 @@ def test_a_worker_of_a_launcher_without_a_process_group_is_warned(monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.warns(UserWarning, match=r"(?s)rank 1 of 2 trains alone.*\n\nhint: .*init_group"):
-        group = current_group()
+        group = exchange.current_group()
     assert group.world_size == 1
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert current_group().world_size == 1
+    assert exchange.current_group().world_size == 1
 
 
 @pytest.mark.parametrize(
@@ -314,4 +295,4 @@ def test_a_worker_of_a_launcher_without_a_process_group_is_warned(monkeypatch):
 )
 def test_a_rank_that_is_not_in_its_group_is_rejected(rank, world_size, error, message):
     with pytest.raises(error, match=f"^{message}\n\nhint: "):
-        Group(rank, world_size)
+        exchange.Group(rank, world_size)

@@ -20,25 +20,10 @@ from limits import HANG_S, NEVER_S
 from processes import results, shorten_waits
 from torch.distributed import HashStore, TCPStore
 
-from gcnzc.exchange import (
-    Group,
-    Mean,
-    Receive,
-    Send,
-    Start,
-    WorkerLost,
-    among,
-    heartbeat,
-    init_group,
-    run,
-)
+from gcnzc import exchange
+from gcnzc.exchange import run
 from gcnzc.exchange.errors import Cause
-from gcnzc.exchange.heartbeat import (
-    Heartbeat,
-    HeartbeatMonitor,
-    StoreHost,
-    describe_stopped_ranks,
-)
+from gcnzc.exchange.heartbeat import Heartbeat, HeartbeatMonitor, StoreHost, describe_stopped_ranks
 
 # a name that never resolves (RFC 6761)
 NOWHERE = ("machine0.invalid", 29400)
@@ -90,7 +75,7 @@ class Proxy:
 def quick(monkeypatch):
     # only tests of stores that do not respond wait for all of STORE_S
     for name, seconds in (("STORE_S", 2.0), ("ERROR_OUTPUT_S", 0.2), ("BEAT_S", 0.1)):
-        monkeypatch.setattr(heartbeat, name, seconds)
+        monkeypatch.setattr(exchange.heartbeat, name, seconds)
 
 
 @pytest.fixture
@@ -202,7 +187,7 @@ def test_only_a_process_that_a_launcher_started_ends_with_its_parent(has_launche
     else:
         # as in a script that a shell has started in the background
         monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+    monkeypatch.setattr(exchange.heartbeat, "BEAT_S", 0.05)
     killed = threading.Event()
     monkeypatch.setattr(os, "kill", lambda *_: killed.set())
     monitor = HeartbeatMonitor(HashStore(), 0, 2)
@@ -223,14 +208,14 @@ def test_an_error_names_the_step_if_it_is_known(num_steps, message, monkeypatch)
     def fail(*_):
         raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+    monkeypatch.setattr(exchange.heartbeat, "BEAT_S", 0.05)
     world = SimpleNamespace(send=fail, recv=fail)
-    group = Group(0, 2, "gloo", HashStore())
+    group = exchange.Group(0, 2, "gloo", HashStore())
     group.channel("").process_group = world
     if num_steps is not None:
         group.count_step(num_steps)
-    with pytest.raises(WorkerLost, match=message):
-        run(ask(Mean(torch.ones(1))), group)
+    with pytest.raises(exchange.WorkerLost, match=message):
+        run(ask(exchange.Mean(torch.ones(1))), group)
     group.close()
 
 
@@ -238,13 +223,15 @@ def test_a_message_that_cannot_be_started_is_a_lost_worker(monkeypatch):
     def fail(*_):
         raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+    monkeypatch.setattr(exchange.heartbeat, "BEAT_S", 0.05)
     monkeypatch.setattr(dist, "isend", fail)
     monkeypatch.setattr(dist, "irecv", fail)
-    for request in (Send(torch.ones(1), 1), Receive(torch.ones(1), 1)):
-        for program in (ask(request), ask(Start(request))):
-            group = Group(0, 2, "gloo", HashStore())
-            with pytest.raises(WorkerLost, match=r"rank 0 waited .*rank 1 never connected"):
+    for request in (exchange.Send(torch.ones(1), 1), exchange.Receive(torch.ones(1), 1)):
+        for program in (ask(request), ask(exchange.Start(request))):
+            group = exchange.Group(0, 2, "gloo", HashStore())
+            with pytest.raises(
+                exchange.WorkerLost, match=r"rank 0 waited .*rank 1 never connected"
+            ):
                 run(program, group)
             group.close()
 
@@ -280,17 +267,17 @@ def leave_early(how):
     shorten_waits()
     text = ""
     try:
-        with init_group(timeout_s=20) as group:
-            run(ask(Mean(torch.ones(1))), group)
+        with exchange.init_group(timeout_s=20) as group:
+            run(ask(exchange.Mean(torch.ones(1))), group)
             if group.rank == 2 and how == "return":
                 return text
             if group.rank == 2:
                 raise ValueError("own error\nof two lines")
             if group.rank == 1:
                 # rank 0 ends after rank 1, which is a follow-up
-                run(among([1, 2], 1, Mean(torch.ones(1))), group)
-            run(among([0, 1], group.rank, Mean(torch.ones(1))), group)
-    except (WorkerLost, ValueError) as error:
+                run(exchange.among([1, 2], 1, exchange.Mean(torch.ones(1))), group)
+            run(exchange.among([0, 1], group.rank, exchange.Mean(torch.ones(1))), group)
+    except (exchange.WorkerLost, ValueError) as error:
         text = str(error)
     return text
 

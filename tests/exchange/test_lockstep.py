@@ -216,7 +216,7 @@ def random_run(seed):
     return outcome
 
 
-@pytest.mark.parametrize("part", seeds(5, 1))
+@pytest.mark.parametrize("part", seeds(100, 1))
 def test_random_schedules_with_crashes_end_with_right_means_or_clear_errors(part):
     first = 100 * part
     outcomes = [random_run(seed) for seed in range(first, first + 100)]
@@ -224,12 +224,6 @@ def test_random_schedules_with_crashes_end_with_right_means_or_clear_errors(part
     assert any(not any(each.errors) for each in outcomes)
     # the same seed has the same times
     assert random_run(first).seconds == outcomes[0].seconds
-
-
-@pytest.mark.slow
-def test_ten_thousand_random_schedules_with_crashes():
-    for seed in range(500, 10_000):
-        random_run(seed)
 
 
 NAN, INFINITE = float("nan"), float("inf")

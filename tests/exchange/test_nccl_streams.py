@@ -12,18 +12,7 @@ import torch
 from simulated_device import OnDevice
 from simulated_nccl import nccl_group
 
-from gcnzc.exchange import (
-    AllGather,
-    AllToAll,
-    Broadcast,
-    Mean,
-    ReduceScatter,
-    SendReceive,
-    Start,
-    Sum,
-    Wait,
-    process_group,
-)
+from gcnzc import exchange
 from gcnzc.optim import CO2, Averaged, DiLoCo, LocalSGD, StreamingDiLoCo
 
 NUM_SCHEDULES = 30
@@ -45,13 +34,13 @@ def ones(*shape):
 
 
 REQUESTS = {
-    "sum": lambda: Sum(ones(4)),
-    "mean": lambda: Mean(ones(4)),
-    "broadcast": lambda: Broadcast(ones(4)),
-    "all-gather": lambda: AllGather(ones(4)),
-    "reduce-scatter": lambda: ReduceScatter(ones(4)),
-    "all-to-all": lambda: AllToAll([ones(4), ones(4)], [4, 4]),
-    "exchange": lambda: SendReceive(ones(4), 1),
+    "sum": lambda: exchange.Sum(ones(4)),
+    "mean": lambda: exchange.Mean(ones(4)),
+    "broadcast": lambda: exchange.Broadcast(ones(4)),
+    "all-gather": lambda: exchange.AllGather(ones(4)),
+    "reduce-scatter": lambda: exchange.ReduceScatter(ones(4)),
+    "all-to-all": lambda: exchange.AllToAll([ones(4), ones(4)], [4, 4]),
+    "exchange": lambda: exchange.SendReceive(ones(4), 1),
 }
 
 
@@ -60,7 +49,7 @@ def values_of(answer):
 
 
 def inputs_of(request):
-    return request.parts if isinstance(request, AllToAll) else [request.values]
+    return request.parts if isinstance(request, exchange.AllToAll) else [request.values]
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -82,7 +71,7 @@ def test_an_answer_is_ready_on_the_current_stream_and_the_input_may_be_written(n
 def test_use_before_the_wait_is_found(name, use):
     def algorithm():
         request = REQUESTS[name]()
-        pending = yield Start(request)
+        pending = yield exchange.Start(request)
         given = inputs_of(request)[0]
         if use == "write":
             given.zero_()
@@ -90,7 +79,7 @@ def test_use_before_the_wait_is_found(name, use):
             given.clone()
         else:
             given.tolist()
-        yield Wait(pending)
+        yield exchange.Wait(pending)
 
     with nccl_group(0) as (device, group):
         group.run(algorithm())
@@ -104,7 +93,7 @@ def test_use_before_the_wait_is_found(name, use):
 def test_memory_of_a_collective_is_kept_until_any_stream_has_waited(waits):
     with nccl_group(0) as (device, _):
         values = ones(4)
-        work = process_group.dist.all_reduce(values, 1, async_op=True)
+        work = exchange.process_group.dist.all_reduce(values, 1, async_op=True)
         if waits == "the same stream":
             work.wait()
         elif waits == "another stream":

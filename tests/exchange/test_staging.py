@@ -4,18 +4,7 @@ import torch
 from processes import results
 from simulated_device import OnDevice, Reads
 
-from gcnzc.exchange import (
-    AllGather,
-    Broadcast,
-    Mean,
-    Receive,
-    Send,
-    SendReceive,
-    Start,
-    Wait,
-    init_group,
-    run,
-)
+from gcnzc import exchange
 
 
 def exchange_on_device(rank):
@@ -26,27 +15,27 @@ def exchange_on_device(rank):
     for _ in range(2):
         first, second = filled(-1, 2, 3), filled(-1, 5)
         if rank:
-            answer = yield Receive(first, 0)
-            yield Send(filled(7, 4), 0)
+            answer = yield exchange.Receive(first, 0)
+            yield exchange.Send(filled(7, 4), 0)
         else:
-            yield Send(filled(5, 2, 3), 1)
-            answer = yield Receive(filled(-1, 4), 1)
-        receive = yield Start(Receive(second, peer))
+            yield exchange.Send(filled(5, 2, 3), 1)
+            answer = yield exchange.Receive(filled(-1, 4), 1)
+        receive = yield exchange.Start(exchange.Receive(second, peer))
         # a request of the same size, while the other is pending
-        mean = yield Mean(filled(rank, 5))
-        send = yield Start(Send(filled(10 + rank, 5), peer))
-        late = yield Wait(receive)
-        yield Wait(send)
-        swapped = yield SendReceive(filled(20 + rank, 3), peer)
-        gathered = yield AllGather(filled(rank, 2))
-        shared = yield Broadcast(filled(rank, 2), 1)
+        mean = yield exchange.Mean(filled(rank, 5))
+        send = yield exchange.Start(exchange.Send(filled(10 + rank, 5), peer))
+        late = yield exchange.Wait(receive)
+        yield exchange.Wait(send)
+        swapped = yield exchange.SendReceive(filled(20 + rank, 3), peer)
+        gathered = yield exchange.AllGather(filled(rank, 2))
+        shared = yield exchange.Broadcast(filled(rank, 2), 1)
     return [answer, late, second, mean, swapped, gathered, shared]
 
 
 @torch.no_grad()
 def answers():
-    with Reads(), init_group(timeout_s=20) as workers:
-        found = run(exchange_on_device(workers.rank), workers)
+    with Reads(), exchange.init_group(timeout_s=20) as workers:
+        found = exchange.run(exchange_on_device(workers.rank), workers)
         return [type(each) is OnDevice for each in found], [each.inner for each in found]
 
 
