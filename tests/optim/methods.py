@@ -7,31 +7,10 @@ from typing import Any
 
 import torch
 
+from gcnzc import optim
 from gcnzc.compress import Blocks, Dense, RandomBlock, RandomK, Sign, Threshold, TopK
-from gcnzc.exchange import Group
-from gcnzc.optim import (
-    CO2,
-    SAPS,
-    A2CiD2,
-    Averaged,
-    BackupWorkers,
-    DecoupledDiLoCo,
-    DiLoCo,
-    DropCompute,
-    FedGLOMO,
-    LocalSGD,
-    MuLoCo,
-    Muon,
-    OneBitAdam,
-    OneBitLamb,
-    SelSync,
-    SparseLoCo,
-    StreamingDiLoCo,
-    ZeroOneAdam,
-    ZeroOneSchedule,
-)
 
-from .teams import adamw, diverse
+from .teams import adamw, diverse, of_group
 
 LR = 0.01
 
@@ -72,12 +51,10 @@ class Method:
 
     def optimizers(self, models, **options):
         """Optimizers of the models of all ranks."""
-        groups = [Group(rank, len(models)) for rank in range(len(models))]
-        pairs = zip(models, groups, strict=True)
-        return [self.make(*pair, **options) for pair in pairs]
+        return of_group(models, partial(self.make, **options))
 
 
-class GivenGradients(DropCompute):
+class GivenGradients(optim.DropCompute):
     """Takes the gradients as the mean over its micro-batches, as `Averaged` does."""
 
     def algorithm(self):
@@ -96,7 +73,7 @@ def set_all(parameters, gradients):
         parameter.grad = None if gradient is None else gradient.clone()
 
 
-class WithGivenGradients(FedGLOMO):
+class WithGivenGradients(optim.FedGLOMO):
     """FedGLOMO whose closure sets the gradients that the caller computed before the step."""
 
     name = "FedGLOMO"
@@ -110,13 +87,13 @@ class WithGivenGradients(FedGLOMO):
 
 def quorum_of_all(inner, group, **options):
     # with fewer ranks, tests would wait in collectives for ranks that miss rounds
-    return DecoupledDiLoCo(inner, group, quorum=group.world_size, **options)
+    return optim.DecoupledDiLoCo(inner, group, quorum=group.world_size, **options)
 
 
 def of_vectors(parameters, lr, **options):
     """1-bit Adam whose groups of matrices have `compress=False`."""
     groups = [{"params": [each], "compress": each.ndim == 1} for each in parameters]
-    return OneBitAdam(groups, lr, **options)
+    return optim.OneBitAdam(groups, lr, **options)
 
 
 def plain_sgd(parameters):
@@ -124,12 +101,12 @@ def plain_sgd(parameters):
 
 
 def muon(parameters):
-    return Muon(parameters, lr=LR)
+    return optim.Muon(parameters, lr=LR)
 
 
 def averaged(**options):
     limit = options.pop("limit", None)
-    return Method("averaged", Averaged, options, limit)
+    return Method("averaged", optim.Averaged, options, limit)
 
 
 def with_density_of_one(compress):
@@ -152,7 +129,7 @@ PLAIN = {"local_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
 AT_ONCE = PLAIN | {"delay": 0}
 EACH_MEAN = {"signals": (4, 8, 12), "is_in_sync": True}
 # steps 5, 6 and 7 are local, then three of four
-WITH_LOCAL_STEPS = ZeroOneSchedule(warmup=3, local_doubling=1, max_local_interval=4)
+WITH_LOCAL_STEPS = optim.ZeroOneSchedule(warmup=3, local_doubling=1, max_local_interval=4)
 EAGER = {"gap": "none", "eager": 0.5}
 
 METHODS = {
@@ -171,26 +148,26 @@ METHODS = {
         GivenGradients,
         {"micro_batches": 4, "threshold": None, "compress": Sign(block=32)},
     ),
-    "onebit-adam": replicated(OneBitAdam, warmup=3, limit={"warmup": 1000}),
-    "onebit-adam warm-up": replicated(OneBitAdam, warmup=1000),
-    "onebit-lamb": replicated(OneBitLamb, warmup=3),
+    "onebit-adam": replicated(optim.OneBitAdam, warmup=3, limit={"warmup": 1000}),
+    "onebit-adam warm-up": replicated(optim.OneBitAdam, warmup=1000),
+    "onebit-lamb": replicated(optim.OneBitLamb, warmup=3),
     "zero-one-adam": replicated(
-        ZeroOneAdam, limit={"schedule": ZeroOneSchedule(None, variance_doubling=10**9)}
+        optim.ZeroOneAdam, limit={"schedule": optim.ZeroOneSchedule(None, variance_doubling=10**9)}
     ),
     "zero-one-adam local steps": replicated(
-        ZeroOneAdam, schedule=WITH_LOCAL_STEPS, every_step=False, signals=(4, 5, 8, 9, 12)
+        optim.ZeroOneAdam, schedule=WITH_LOCAL_STEPS, every_step=False, signals=(4, 5, 8, 9, 12)
     ),
-    "local-sgd": local(LocalSGD, limit={"local_steps": 1}, **EACH_MEAN),
-    "diloco": local(DiLoCo, limit=PLAIN, **EACH_MEAN),
-    "diloco sharded": local(DiLoCo, sharded=True, limit=PLAIN, **EACH_MEAN),
+    "local-sgd": local(optim.LocalSGD, limit={"local_steps": 1}, **EACH_MEAN),
+    "diloco": local(optim.DiLoCo, limit=PLAIN, **EACH_MEAN),
+    "diloco sharded": local(optim.DiLoCo, sharded=True, limit=PLAIN, **EACH_MEAN),
     "streaming-diloco": local(
-        StreamingDiLoCo, fragments=2, limit=AT_ONCE | {"mixing": 0.0}, signals=(5, 7, 9, 11)
+        optim.StreamingDiLoCo, fragments=2, limit=AT_ONCE | {"mixing": 0.0}, signals=(5, 7, 9, 11)
     ),
-    "co2": local(CO2, limit=AT_ONCE | {"eager": 0.0}, signals=(8, 12)),
-    "co2 sharded": local(CO2, sharded=True, limit=AT_ONCE | {"eager": 0.0}, signals=(8, 12)),
+    "co2": local(optim.CO2, limit=AT_ONCE | {"eager": 0.0}, signals=(8, 12)),
+    "co2 sharded": local(optim.CO2, sharded=True, limit=AT_ONCE | {"eager": 0.0}, signals=(8, 12)),
     # with asynchronous=True its receives belong to one simulation: test_a2cid2.py
     "a2cid2": local(
-        A2CiD2,
+        optim.A2CiD2,
         steps=0,
         control_interval=2,
         limit={"eta": 0.0},
@@ -198,7 +175,7 @@ METHODS = {
         signals=(4, 6, 8, 10, 12),
     ),
     "saps": local(
-        SAPS,
+        optim.SAPS,
         steps=0,
         density=0.5,
         control_interval=4,
@@ -206,10 +183,10 @@ METHODS = {
         limit_ranks=(2,),
         signals=(4, 8, 12),
     ),
-    "selsync": local(SelSync, steps=0, window=2, threshold=0.01, limit={"threshold": 0.0}),
+    "selsync": local(optim.SelSync, steps=0, window=2, threshold=0.01, limit={"threshold": 0.0}),
     # tests call collectives after any step, so all ranks must take part in all rounds
     "backup-workers": local(
-        BackupWorkers,
+        optim.BackupWorkers,
         steps=0,
         topology="complete",
         grace=math.inf,
@@ -231,38 +208,38 @@ METHODS = {
 
 # other options, with other states or messages
 VARIANTS = {
-    "local-sgd half": local(LocalSGD, compress=HALF, is_in_sync=True),
-    "local-sgd sign": local(LocalSGD, compress=SIGN),
-    "local-sgd block": local(LocalSGD, compress=RandomBlock(0.3)),
-    "local-sgd muon": local(LocalSGD, steps=3, inner=muon),
-    "diloco half": local(DiLoCo, compress=HALF),
-    "diloco sign": local(DiLoCo, compress=SIGN, is_in_sync=True),
-    "muloco": local(MuLoCo, steps=3, inner=muon, limit=PLAIN | {"compress": None}),
+    "local-sgd half": local(optim.LocalSGD, compress=HALF, is_in_sync=True),
+    "local-sgd sign": local(optim.LocalSGD, compress=SIGN),
+    "local-sgd block": local(optim.LocalSGD, compress=RandomBlock(0.3)),
+    "local-sgd muon": local(optim.LocalSGD, steps=3, inner=muon),
+    "diloco half": local(optim.DiLoCo, compress=HALF),
+    "diloco sign": local(optim.DiLoCo, compress=SIGN, is_in_sync=True),
+    "muloco": local(optim.MuLoCo, steps=3, inner=muon, limit=PLAIN | {"compress": None}),
     "sparseloco": local(
-        SparseLoCo,
+        optim.SparseLoCo,
         compress=TopK.sparse_loco(0.1),
         limit={"local_steps": 1, "compress": TopK(1.0)},
     ),
-    "streaming half": local(StreamingDiLoCo, fragments=5, delay=3, compress=HALF),
-    "streaming sign": local(StreamingDiLoCo, fragments=2, delay=3, compress=SIGN),
+    "streaming half": local(optim.StreamingDiLoCo, fragments=5, delay=3, compress=HALF),
+    "streaming sign": local(optim.StreamingDiLoCo, fragments=2, delay=3, compress=SIGN),
     "streaming random": local(
-        StreamingDiLoCo, fragments=3, delay=2, compress=Blocks("int4", stochastic=True)
+        optim.StreamingDiLoCo, fragments=3, delay=2, compress=Blocks("int4", stochastic=True)
     ),
     "streaming topk": local(
-        StreamingDiLoCo,
+        optim.StreamingDiLoCo,
         fragments=2,
         compress=TopK(0.2, "layer"),
         limit=AT_ONCE | {"mixing": 0.0, "compress": TopK(1.0), "fragments": 1},
     ),
-    "co2 in sync": local(CO2, eager=0.0, is_in_sync=True),
-    "co2 half": local(CO2, eager=0.0, compress=HALF, is_in_sync=True),
-    "co2 at once": local(CO2, eager=0.0, delay=0, sharded=True, is_in_sync=True),
-    "co2 eager": local(CO2, **EAGER),
-    "co2 eager sharded": local(CO2, **EAGER, sharded=True),
-    "co2 eager sign": local(CO2, **EAGER, compress=SIGN),
-    "a2cid2 plain": local(A2CiD2, steps=0, eta=0.0, topology="complete"),
-    "saps measured": local(SAPS, steps=0, density=0.25, probe_interval=3),
-    "selsync sign": local(SelSync, steps=0, window=3, threshold=0.3, compress=SIGN),
+    "co2 in sync": local(optim.CO2, eager=0.0, is_in_sync=True),
+    "co2 half": local(optim.CO2, eager=0.0, compress=HALF, is_in_sync=True),
+    "co2 at once": local(optim.CO2, eager=0.0, delay=0, sharded=True, is_in_sync=True),
+    "co2 eager": local(optim.CO2, **EAGER),
+    "co2 eager sharded": local(optim.CO2, **EAGER, sharded=True),
+    "co2 eager sign": local(optim.CO2, **EAGER, compress=SIGN),
+    "a2cid2 plain": local(optim.A2CiD2, steps=0, eta=0.0, topology="complete"),
+    "saps measured": local(optim.SAPS, steps=0, density=0.25, probe_interval=3),
+    "selsync sign": local(optim.SelSync, steps=0, window=3, threshold=0.3, compress=SIGN),
     "fedglomo of one participant": local(
         WithGivenGradients, steps=3, participants=1, inner=plain_sgd
     ),
@@ -273,13 +250,16 @@ VARIANTS = {
         compress=RandomBlock(0.3), limit=with_density_of_one(RandomBlock(1.0))
     ),
     "averaged refreshed threshold": averaged(compress=Threshold(0.1, refresh=3)),
-    "onebit-adam refresh": replicated(OneBitAdam, warmup=4, refresh=3),
-    "onebit-adam topk": replicated(OneBitAdam, warmup=2, compress=TopK(0.2, "layer")),
+    "onebit-adam refresh": replicated(optim.OneBitAdam, warmup=4, refresh=3),
+    "onebit-adam of vectors": replicated(of_vectors, warmup=3),
+    "onebit-adam topk": replicated(of_vectors, warmup=2, compress=TopK(0.2, "layer")),
+    "onebit-adam randomk": replicated(optim.OneBitAdam, warmup=2, compress=RandomK(0.2)),
+    "onebit-adam threshold": replicated(optim.OneBitAdam, warmup=2, compress=Threshold(0.2)),
     "onebit-adam random": replicated(
         of_vectors, warmup=2, gradient_compression=Blocks("int8", stochastic=True)
     ),
-    "onebit-adam automatic": replicated(OneBitAdam, warmup=None, betas=(0.9, 0.5)),
-    "onebit-lamb refresh": replicated(OneBitLamb, warmup=4, reactivate="refresh"),
+    "onebit-adam automatic": replicated(optim.OneBitAdam, warmup=None, betas=(0.9, 0.5)),
+    "onebit-lamb refresh": replicated(optim.OneBitLamb, warmup=4, reactivate="refresh"),
 }
 CASES = METHODS | VARIANTS
 

@@ -61,6 +61,46 @@ def set_gradients(model, optimizer, rows):
     optimizer.weight = len(share) * optimizer.group.world_size / len(rows)
 
 
+def set_noise(model, seed, scale=1.0):
+    """Give the trained parameters of a model random gradients, the same for a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            gradient = torch.randn(parameter.shape, generator=generator) * scale
+            parameter.grad = gradient.to(parameter.dtype)
+
+
+def backward(model, rank, step):
+    """The gradients of a model of six columns, for a random minibatch of a rank."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    model.zero_grad()
+    model(torch.randn(16, 6, generator=generator)).square().mean().backward()
+
+
+def take_steps(model, optimizer, end, begin=0):
+    """Steps of a rank with a model of six columns, which its caller runs."""
+    for step in range(begin, end):
+        backward(model, optimizer.group.rank, step)
+        optimizer.step()
+
+
+def step_on_numbers(model, optimizer, steps):
+    """Steps with a model of three columns on rows that have the number of the step."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.full((2, 3), step + 1.0)).square().mean().backward()
+        optimizer.step()
+
+
+def train_alone(model, optimizer, steps):
+    """Steps of one rank that has all rows."""
+    for rows in batches(steps):
+        optimizer.zero_grad()
+        loss_of(model, rows).backward()
+        optimizer.step()
+    return vector_of(model)
+
+
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05)
 
@@ -84,13 +124,15 @@ def diverse(world_size, dtype=torch.float64, sparse=False):
     return models
 
 
-def team(world_size, make, inner=sgd, dtype=torch.float64, sparse=False):
+def of_group(models, make):
+    """What `make(model, group)` constructs for the model of each rank."""
+    return [make(model, Group(rank, len(models))) for rank, model in enumerate(models)]
+
+
+def team(world_size, make, inner=sgd, dtype=torch.float64):
     """Models and their optimizers, made by `make(inner optimizer, group)`."""
-    models = diverse(world_size, dtype, sparse)
-    return models, [
-        make(inner(model.parameters()), Group(rank, world_size))
-        for rank, model in enumerate(models)
-    ]
+    models = diverse(world_size, dtype)
+    return models, of_group(models, lambda model, group: make(inner(model.parameters()), group))
 
 
 def steps_of(model, optimizer, end, begin=0, bad=None):

@@ -6,17 +6,10 @@ import random
 
 import pytest
 import torch
-from optim.teams import broadcast, of_ranks, steps_of, team, train
+from optim.teams import broadcast, of_group, of_ranks, steps_of, team, train
 from torch import nn
 
-from gcnzc.exchange import (
-    Compute,
-    Group,
-    Link,
-    Now,
-    RequestMismatch,
-    lockstep,
-)
+from gcnzc.exchange import Compute, Link, Now, RequestMismatch, lockstep
 from gcnzc.optim import A2CiD2, LocalSGD
 
 SIZE = 6
@@ -31,10 +24,8 @@ def vectors(world_size):
 def make_ranks(world_size, **options):
     """Parameters that differ between ranks, and their optimizers, of SGD with lr 0.1."""
     parameters = [nn.Parameter(each) for each in vectors(world_size)]
-    optimizers = [
-        A2CiD2(torch.optim.SGD([each], lr=0.1), Group(rank, world_size), **options)
-        for rank, each in enumerate(parameters)
-    ]
+    make = lambda each, group: A2CiD2(torch.optim.SGD([each], lr=0.1), group, **options)  # noqa: E731
+    optimizers = of_group(parameters, make)
     for optimizer in optimizers:
         # each rank starts from its own parameters
         optimizer.is_broadcast = True
@@ -205,10 +196,8 @@ def test_a_slow_rank_does_not_slow_the_others(slow):
         assert rank == slow or optimizer.num_pairs > 20
     # of data parallelism, each step takes as long as that of the slowest rank
     parameters = [nn.Parameter(each) for each in vectors(4)]
-    others = [
-        LocalSGD(torch.optim.SGD([each], lr=0.1), Group(rank, 4), local_steps=1)
-        for rank, each in enumerate(parameters)
-    ]
+    make = lambda each, group: LocalSGD(torch.optim.SGD([each], lr=0.1), group, local_steps=1)  # noqa: E731
+    others = of_group(parameters, make)
     ranks = zip(parameters, others, times, strict=True)
     outcome = lockstep([overlapped_steps(*rank) for rank in ranks], Link(delay_s=0.01))
     assert all(ends[-1] > 3 * 40 for ends, _ in outcome.results)

@@ -129,35 +129,6 @@ def log_rounds(group, make):
     return [(taken.closed.round, taken.closed.members) for taken in rank.rounds], rank.x.detach()
 
 
-def overlap(group):
-    """A model with buffers, of ranks that differ in speed: the mean, and steps with the signal."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    optimizer = A2CiD2(
-        torch.optim.AdamW(model.parameters(), lr=0.01),
-        group,
-        asynchronous=True,
-        control_interval=2,
-        signals=1,
-        module=model,
-    )
-    seen = []
-    for number in range(12):
-        generator = torch.Generator().manual_seed(10 * number + group.rank)
-        optimizer.zero_grad()
-        model(torch.randn(16, 6, generator=generator) + group.rank).square().mean().backward()
-        time.sleep(0.02 * group.rank)
-        optimizer.signals = [group.rank == 1 and number == 3]
-        optimizer.step()
-        seen += [optimizer.steps] * optimizer.received_signals[0]
-        if number == 6:
-            own = optimizer.average_parameters()
-            mean = nn.utils.parameters_to_vector(model.parameters()).detach()
-            optimizer.restore_parameters(own)
-    optimizer.finalize()
-    return torch.cat([each.double().view(-1) for each in model.state_dict().values()]), mean, seen
-
-
 def train_over_processes():
     found = {}
     with init_group(timeout_s=60) as group:
@@ -169,7 +140,6 @@ def train_over_processes():
             ("quorum", partial(DecoupledDiLoCo, **OUTER, quorum=2, grace_s=0.01, signals=1)),
         ):
             found[f"rounds of {name}"] = log_rounds(group, make)
-        found["overlapped"] = overlap(group)
     return found
 
 
@@ -195,12 +165,3 @@ def test_processes_agree_on_rounds(ranks, name, least):
             assert rounds.setdefault(number, members) == members
     assert sorted(rounds) == list(range(1, len(rounds) + 1))
     assert len(rounds) >= 10
-
-
-def test_processes_exchange_overlapped_with_their_steps(ranks):
-    state, mean, seen = ranks[0]["overlapped"]
-    for other, its_mean, its_seen in (each["overlapped"] for each in ranks):
-        assert torch.equal(other, state)
-        assert torch.equal(its_mean, mean)
-        assert its_seen == seen
-    assert state.isfinite().all()

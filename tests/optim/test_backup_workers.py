@@ -8,9 +8,8 @@ import pytest
 import torch
 from optim.rounds import LR, make_ranks, rounds_of, run_ranks
 from optim.teams import around
-from slow_cases import seeds
 
-from gcnzc.exchange import Link, SlowDown, lockstep
+from gcnzc.exchange import Link, lockstep
 from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.optim import BackupWorkers
 
@@ -165,40 +164,6 @@ def test_bytes_are_those_of_the_members_edges():
         count = sum(len(neighbors & set(taken.closed.members)) for taken in each.rounds)
         assert ledger.entries["Send"].messages == count
         assert ledger.entries["Send"].bytes_sent == 8 * 3 * count
-
-
-@pytest.mark.parametrize("seed", seeds(300, 12))
-def test_random_schedules_end(seed):
-    choose = random.Random(seed)
-    world_size, steps = choose.randint(2, 7), choose.randint(1, 12)
-    graphs = ["ring", "exponential", "complete", *(["4-regular"] if world_size > 4 else [])]
-    slow = choose.randrange(world_size)
-    times = [
-        [
-            choose.choice([0.0, 0.01, 1.0, choose.random()])
-            * (10 if rank == slow and seed % 3 == 0 else 1)
-            for _ in range(steps)
-        ]
-        for rank in range(world_size)
-    ]
-    link = choose.choice([None, Link(1e3, 0.01), Link(1e5, 0.001, message_s=0.001)])
-    faults = {
-        rank: [SlowDown(choose.random(), choose.choice([3.0, math.inf]), choose.random() + 0.01)]
-        for rank in range(world_size)
-        if choose.random() < 0.3
-    }
-    ranks = backup(
-        world_size,
-        topology=choose.choice(graphs),
-        grace=choose.choice([0.0, 0.1, 2.0, math.inf]),
-        control_interval=choose.randint(1, 8),
-        wait_interval=choose.choice([None, 1, 3]),
-    )
-    run_ranks(ranks, times, link, store_s=choose.choice([0.0, 0.001, 0.1]), faults=faults)
-    rounds_of(ranks)
-    for each in ranks:
-        assert torch.equal(each.x, ranks[0].x)
-        assert each.optimizer.steps == steps
 
 
 def test_a_resumed_run_continues_after_the_latest_round():

@@ -6,36 +6,14 @@ import sys
 
 import pytest
 import torch
+from optim import teams
 from optim.clocks import Handed, slow_down
-from optim.teams import (
-    Everything,
-    adamw,
-    all_equal,
-    around,
-    batches,
-    broadcast,
-    finalize,
-    finish_pending,
-    loss_of,
-    mean_of,
-    of_ranks,
-    saved,
-    set_gradients,
-    sgd,
-    share_of,
-    step_all,
-    team,
-    train,
-    vector_of,
-)
 from torch import nn
 
-from gcnzc.compress import Dense, Sign
 from gcnzc.exchange import Compute, Group, Link, lockstep
-from gcnzc.optim import CO2, DiLoCo, resize_state
+from gcnzc.optim import CO2, resize_state
 from gcnzc.optim.sync_interval import INITIAL_STEPS, NUM_MEASURED, WARM_UP
 
-HALF = Dense(torch.float16)
 LATE = {"gap": "none", "clip": None}
 EAGER = {"gap": "none", "eager": 0.5}
 # as in the paper, with the gap and without eager ranks
@@ -43,7 +21,7 @@ PUBLISHED = {"outer_lr": 1.0, "outer_momentum": 0.2, "eager": 0.0, "gap": "gap_a
 
 
 def every(steps, **options):
-    return around(CO2, local_steps=steps, **{**PUBLISHED, **options})
+    return teams.around(CO2, local_steps=steps, **{**PUBLISHED, **options})
 
 
 def trained(model):
@@ -56,19 +34,19 @@ def flat(model):
 
 def own_steps(models, steps):
     """After each of the steps of SGD that workers take on their own, their parameters (W, n)."""
-    optimizers = [sgd(model.parameters()) for model in models]
-    for rows in batches(steps):
+    optimizers = [teams.sgd(model.parameters()) for model in models]
+    for rows in teams.batches(steps):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            share = share_of(rows, Group(rank, len(models)))
+            share = teams.share_of(rows, Group(rank, len(models)))
             optimizer.zero_grad()
-            (len(share) * len(models) / len(rows) * loss_of(model, share)).backward()
+            (len(share) * len(models) / len(rows) * teams.loss_of(model, share)).backward()
             optimizer.step()
         yield torch.stack([flat(model) for model in models])
 
 
 def by_hand(world_size, steps, each, *, lr, momentum, gap, clip, delay, eager=0.0):
     """Where the workers begin after each round (W, n): the equations, one after the other."""
-    models = [Everything() for _ in range(world_size)]
+    models = [teams.Everything() for _ in range(world_size)]
     starts = [flat(models[0])]
     begun = starts[0].repeat(world_size, 1)
     means, distances, found = [], [], []
@@ -132,7 +110,7 @@ GAPS = {"none": lambda *_: 1.0, "gap_aware": ratio, 2.5: lambda *_: 2.5, root: r
 def test_rounds_match_a_reference(gap, world_size, each, lr, momentum, clip, delay, eager, sharded):
     options = {"outer_lr": lr, "outer_momentum": momentum, "clip": clip, "delay": delay}
     options |= {"eager": eager, "sharded": sharded}
-    models, optimizers = team(world_size, every(each, gap=gap, **options))
+    models, optimizers = teams.team(world_size, every(each, gap=gap, **options))
     expected = by_hand(
         world_size,
         5 * each,
@@ -145,39 +123,23 @@ def test_rounds_match_a_reference(gap, world_size, each, lr, momentum, clip, del
         eager=eager,
     )
     for number, rows in enumerate(expected):
-        train(models, optimizers, (number + 1) * each, number * each)
-        assert all_equal(models) == (not eager)
+        teams.train(models, optimizers, (number + 1) * each, number * each)
+        assert teams.all_equal(models) == (not eager)
         for model, right in zip(models, rows, strict=True):
             torch.testing.assert_close(flat(model), right, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("compress", [Dense(), HALF, Sign(block=64)], ids=["dense", "half", "sign"])
-def test_without_delay_gap_and_clip_it_is_diloco_without_nesterov(compress):
-    options = {"outer_lr": 0.8, "outer_momentum": 0.6, "compress": compress}
-    dtype = torch.float64 if compress == Dense() else torch.float32
-    found = []
-    for make in (
-        every(4, **options, **LATE, delay=0),
-        around(DiLoCo, local_steps=4, nesterov=False, **options),
-    ):
-        models, optimizers = team(3, make, adamw, dtype)
-        train(models, optimizers, 16)
-        found.append(vector_of(models[0]))
-    torch.testing.assert_close(*found, rtol=0, atol=1e-12 if compress == Dense() else 1e-5)
 
 
 def quadratic(world_size, make, targets, size, lr=0.1):
     """The parameters and optimizers of workers that each have a target, and a step of all."""
     vectors = [nn.Parameter(torch.zeros(size, dtype=torch.float64)) for _ in range(world_size)]
-    optimizers = [
-        make(torch.optim.SGD([vector], lr=lr), Group(rank, world_size))
-        for rank, vector in enumerate(vectors)
-    ]
+    optimizers = teams.of_group(
+        vectors, lambda each, group: make(torch.optim.SGD([each], lr=lr), group)
+    )
 
     def step():
         for vector, target in zip(vectors, targets, strict=True):
             vector.grad = vector.detach() - target
-        step_all(optimizers)
+        teams.step_all(optimizers)
 
     return vectors, optimizers, step
 
@@ -227,7 +189,7 @@ def test_state_bytes_is_the_memory_of_the_state(delay, eager):
     ids=str,
 )
 def test_large_momentum_in_long_rounds_causes_a_warning(options, is_warned, recwarn):
-    inner = sgd(nn.Linear(2, 2).parameters())
+    inner = teams.sgd(nn.Linear(2, 2).parameters())
     options = {"local_steps": 48, **PUBLISHED, **options}
     CO2(inner, Group(0, 2), **options)
     assert [str(each.message) for each in recwarn.list if "diverge" in str(each.message)] == [
@@ -257,7 +219,7 @@ def test_the_mean_is_over_the_remaining_ranks(sharded):
         # of all, from 7.2, with a fifth of the last that has come
         ([], 7.2 - 4.2 + 0.2 * 3.7, 2),
     ]
-    broadcast(optimizers)
+    teams.broadcast(optimizers)
     for spoilt, expected, dropped in rounds:
         for rank, vector in enumerate(vectors):
             vector.grad = vector.detach() - targets[rank]
@@ -265,7 +227,7 @@ def test_the_mean_is_over_the_remaining_ranks(sharded):
                 # the step overflows
                 vector.data.fill_(sys.float_info.max)
                 vector.grad.fill_(-sys.float_info.max)
-        step_all(optimizers)
+        teams.step_all(optimizers)
         for vector in vectors:
             right = torch.full_like(vector, expected)
             torch.testing.assert_close(vector.detach(), right, rtol=0, atol=1e-12)
@@ -282,17 +244,17 @@ def test_a_mean_that_overflows_changes_nothing(sharded, delay):
         return 1e-40 if next(calls) // 3 == 2 else 1.0
 
     make = every(2, sharded=sharded, delay=delay, gap=divide_to_infinity)
-    models, optimizers = team(3, make, dtype=torch.float32)
-    train(models, optimizers, 4)
-    before = [vector_of(models[0])]
+    models, optimizers = teams.team(3, make, dtype=torch.float32)
+    teams.train(models, optimizers, 4)
+    before = [teams.vector_of(models[0])]
     momenta = [optimizer.momentum.clone() for optimizer in optimizers]
-    train(models, optimizers, 6, 4)
+    teams.train(models, optimizers, 6, 4)
     assert all(map(torch.equal, momenta, (each.momentum for each in optimizers)))
-    before.append(vector_of(models[0]))
+    before.append(teams.vector_of(models[0]))
     # with a delay, what has not come is missed at the end of the next round
-    train(models, optimizers, 6 + 2 * delay, 6)
-    assert all_equal(models)
-    assert torch.equal(vector_of(models[0]), before[delay])
+    teams.train(models, optimizers, 6 + 2 * delay, 6)
+    assert teams.all_equal(models)
+    assert torch.equal(teams.vector_of(models[0]), before[delay])
     for optimizer in optimizers:
         assert optimizer.dropped == 1
         assert optimizer.skip_reason.endswith("synchronization skipped: the mean overflows")
@@ -303,18 +265,20 @@ def test_a_mean_that_overflows_changes_nothing(sharded, delay):
 def test_another_number_of_eager_ranks_has_the_same_result(old, new, sharded):
     # so that a difference counts as much whether the outer step or the only worker left takes it
     make = every(4, sharded=sharded, outer_lr=1.0, outer_momentum=0.0, **EAGER)
-    models, optimizers = team(old, make)
-    train(models, optimizers, 10)
-    finish_pending(optimizers)
-    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
-    again, others = team(new, make)
+    models, optimizers = teams.team(old, make)
+    teams.train(models, optimizers, 10)
+    teams.finish_pending(optimizers)
+    states = [teams.saved(optimizer.state_dict()) for optimizer in optimizers]
+    again, others = teams.team(new, make)
     for rank, optimizer in enumerate(others):
         optimizer.load_state_dict(resize_state(states, rank, new))
-    before = mean_of(models)
-    finalize(optimizers)
-    finalize(others)
-    assert (vector_of(models[0]) - before).abs().max() > 0.001
-    torch.testing.assert_close(vector_of(again[0]), vector_of(models[0]), rtol=0, atol=1e-12)
+    before = teams.mean_of(models)
+    teams.finalize(optimizers)
+    teams.finalize(others)
+    assert (teams.vector_of(models[0]) - before).abs().max() > 0.001
+    torch.testing.assert_close(
+        teams.vector_of(again[0]), teams.vector_of(models[0]), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("eager", [0.0, 0.8])
@@ -328,8 +292,8 @@ def test_finalize_includes_all_steps(eager):
             for vector, target in zip(vectors, targets, strict=True):
                 # whatever the parameters are
                 vector.grad = target.clone()
-            step_all(optimizers)
-        finalize(optimizers)
+            teams.step_all(optimizers)
+        teams.finalize(optimizers)
         expected = -0.1 * steps * targets.mean(dim=0)
         for vector in vectors:
             torch.testing.assert_close(vector.detach(), expected, rtol=0, atol=1e-14)
@@ -342,17 +306,19 @@ def test_finalize_includes_all_steps(eager):
 def test_an_exchange_that_is_shorter_than_a_round_is_hidden(sharded):
     def waited(rate, **options):
         """Seconds of waits by the virtual clock, in rounds of four, and what workers come to."""
-        models, optimizers = team(2, every(4, sharded=sharded, **options), dtype=torch.float32)
-        broadcast(optimizers)
+        models, optimizers = teams.team(
+            2, every(4, sharded=sharded, **options), dtype=torch.float32
+        )
+        teams.broadcast(optimizers)
 
         def steps(model, optimizer):
-            for rows in batches(8 * 4):
+            for rows in teams.batches(8 * 4):
                 yield Compute(1.0)
-                set_gradients(model, optimizer, rows)
+                teams.set_gradients(model, optimizer, rows)
                 yield from optimizer.algorithm()
 
-        found = lockstep(of_ranks(steps, models, optimizers), Link(rate))
-        return max(found.exchange_s), vector_of(models[0])
+        found = lockstep(teams.of_ranks(steps, models, optimizers), Link(rate))
+        return max(found.exchange_s), teams.vector_of(models[0])
 
     whole_s, _ = waited(1.0, delay=0)
     rate = whole_s / 8 / 3.5
@@ -377,14 +343,14 @@ def test_the_number_of_local_steps_is_measured(delay, cpu_s, expected):
     def make(inner, group):
         return CO2(inner, group, local_steps="auto", delay=delay, clocks=clocks[group.rank])
 
-    models, optimizers = team(2, make)
+    models, optimizers = teams.team(2, make)
 
     def timed(rank):
         yield from optimizers[rank].broadcast_model_algorithm()
-        for number, rows in enumerate(batches(WARM_UP + NUM_MEASURED + 2)):
+        for number, rows in enumerate(teams.batches(WARM_UP + NUM_MEASURED + 2)):
             clocks[rank].wall_s += 1.0
             clocks[rank].cpu_s += 2.0
-            set_gradients(models[rank], optimizers[rank], rows)
+            teams.set_gradients(models[rank], optimizers[rank], rows)
             yield from optimizers[rank].algorithm()
             seen.append((number, optimizers[rank].local_steps))
 
@@ -393,7 +359,7 @@ def test_the_number_of_local_steps_is_measured(delay, cpu_s, expected):
     lockstep([timed(rank) for rank in range(2)])
     for number, steps in seen:
         assert steps == (INITIAL_STEPS if number < WARM_UP + NUM_MEASURED - 1 else expected)
-    finish_pending(optimizers)
-    _, (other, _) = team(2, make)
-    other.load_state_dict(saved(optimizers[0].state_dict()))
+    teams.finish_pending(optimizers)
+    _, (other, _) = teams.team(2, make)
+    other.load_state_dict(teams.saved(optimizers[0].state_dict()))
     assert other.local_steps == expected

@@ -5,39 +5,20 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from optim.teams import Everything, batches, bits_of, loss_of, set_gradients
+from optim.teams import Everything, batches, bits_of, loss_of, of_group, of_ranks, steps_of
 from processes import results
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from gcnzc.exchange import current_group, init_group
-from gcnzc.optim import (
-    Averaged,
-    DiLoCo,
-    DropCompute,
-    FedGLOMO,
-    OneBitAdam,
-    StreamingDiLoCo,
-    ZeroOneAdam,
-    keep_gradients_local,
-)
+from gcnzc import optim
+from gcnzc.exchange import current_group, lockstep
 
 STEPS = 12
 
 
 def one_bit(model, **options):
-    return OneBitAdam(model.parameters(), lr=0.01, warmup=5, refresh=4, **options)
-
-
-def train_without_ddp():
-    with init_group() as group:
-        model = Everything().float()
-        optimizer = one_bit(model, group=group)
-        for rows in batches(STEPS):
-            set_gradients(model, optimizer, rows)
-            optimizer.step()
-        return bits_of(model, optimizer)
+    return optim.OneBitAdam(model.parameters(), lr=0.01, warmup=5, refresh=4, **options)
 
 
 def train_under_ddp():
@@ -45,7 +26,7 @@ def train_under_ddp():
     dist.init_process_group("gloo")
     model = Everything().float()
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    wrapped.register_comm_hook(None, keep_gradients_local)
+    wrapped.register_comm_hook(None, optim.keep_gradients_local)
     optimizer = one_bit(wrapped)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     differed = False
@@ -69,23 +50,25 @@ def train_under_ddp():
 
 
 def test_with_the_hook_it_is_as_without_ddp(tmp_path):
-    (tmp_path / "without").mkdir()
-    expected = results(2, tmp_path / "without", train_without_ddp)
+    models = [Everything().float() for _ in range(2)]
+    optimizers = of_group(models, lambda model, group: one_bit(model, group=group))
+    lockstep(of_ranks(steps_of, models, optimizers, STEPS))
+    expected = list(map(bits_of, models, optimizers))
     assert results(2, tmp_path, train_under_ddp) == expected
 
 
+def around_sgd(kind, **own):
+    return lambda params, **options: kind(SGD(params, lr=0.1), **own, **options)
+
+
 MAKERS = {
-    "diloco": lambda params, **options: DiLoCo(SGD(params, lr=0.1), local_steps=3, **options),
-    "streaming": lambda params, **options: StreamingDiLoCo(
-        SGD(params, lr=0.1), local_steps=4, fragments=2, **options
-    ),
-    "averaged": lambda params, **options: Averaged(SGD(params, lr=0.1), **options),
-    "onebit": lambda params, **options: OneBitAdam(params, lr=0.01, warmup=1, **options),
-    "zero-one": lambda params, **options: ZeroOneAdam(params, lr=0.01, **options),
-    "fedglomo": lambda params, **options: FedGLOMO(SGD(params, lr=0.1), local_steps=3, **options),
-    "dropcompute": lambda params, **options: DropCompute(
-        SGD(params, lr=0.1), micro_batches=2, threshold=None, **options
-    ),
+    "diloco": around_sgd(optim.DiLoCo, local_steps=3),
+    "streaming": around_sgd(optim.StreamingDiLoCo, local_steps=4, fragments=2),
+    "averaged": around_sgd(optim.Averaged),
+    "onebit": partial(optim.OneBitAdam, lr=0.01, warmup=1),
+    "zero-one": partial(optim.ZeroOneAdam, lr=0.01),
+    "fedglomo": around_sgd(optim.FedGLOMO, local_steps=3),
+    "dropcompute": around_sgd(optim.DropCompute, micro_batches=2, threshold=None),
 }
 
 
@@ -113,7 +96,7 @@ def take_steps(model, optimizer, context=nullcontext, *, validates=False):
     try:
         for _ in range(2):
             optimizer.zero_grad()
-            if isinstance(optimizer, DropCompute):
+            if isinstance(optimizer, optim.DropCompute):
                 for _ in optimizer.micro_batches(range(2)):
                     closure()
             elif not getattr(optimizer, "needs_closure", False):
@@ -146,7 +129,7 @@ def try_ways_to_wrap():
             optimizer = make(inner.parameters(), **given)
             wrapped = wrapped or wrap()
             if way == "hook":
-                wrapped.register_comm_hook(None, keep_gradients_local)
+                wrapped.register_comm_hook(None, optim.keep_gradients_local)
             context = wrapped.no_sync if way == "no_sync" else nullcontext
             trained = inner if way == "unused" else wrapped
             found[name, way] = take_steps(

@@ -10,20 +10,8 @@ import pytest
 import torch
 from simulated_device import OnDevice, Reads
 
+from gcnzc import exchange
 from gcnzc.compress import Rounded
-from gcnzc.exchange import (
-    AllGather,
-    AllGatherScalar,
-    AllToAll,
-    Broadcast,
-    Caller,
-    Group,
-    Mean,
-    ReduceScatter,
-    Start,
-    Sum,
-    Wait,
-)
 from gcnzc.optim import (
     CO2,
     Averaged,
@@ -49,32 +37,34 @@ def values_of(tensor):
 def answers(requests):
     """What two ranks get for their requests, which are of the same kind."""
     first = requests[0]
-    if isinstance(first, Start):
+    if isinstance(first, exchange.Start):
         before = len(Reads.seen)
         pending = drive([each.request for each in requests])
         # overlapped with the steps, which go on
         del Reads.seen[before:]
         return pending
-    if isinstance(first, Wait):
+    if isinstance(first, exchange.Wait):
         return [each.pending for each in requests]
-    if isinstance(first, Caller):
+    if isinstance(first, exchange.Caller):
         return [""] * len(requests)
-    if isinstance(first, AllGatherScalar):
+    if isinstance(first, exchange.AllGatherScalar):
         return [tuple(each.value for each in requests)] * WORLD_SIZE
     like = OnDevice if isinstance(getattr(first, "values", None), OnDevice) else torch.Tensor.clone
-    if isinstance(first, AllToAll):
+    if isinstance(first, exchange.AllToAll):
         sent = [[values_of(part) for part in each.parts] for each in requests]
         like = OnDevice if isinstance(first.parts[0], OnDevice) else torch.Tensor.clone
         return [[like(row[rank].clone()) for row in sent] for rank in range(WORLD_SIZE)]
     given = torch.stack([values_of(each.values) for each in requests])
-    if isinstance(first, AllGather):
+    if isinstance(first, exchange.AllGather):
         return [like(given.clone()) for _ in requests]
-    if isinstance(first, ReduceScatter):
+    if isinstance(first, exchange.ReduceScatter):
         return [like(part.clone()) for part in given.sum(0).chunk(WORLD_SIZE)]
-    assert isinstance(first, Sum | Mean | Broadcast)
-    total = given[0] if isinstance(first, Broadcast) else given.sum(0)
+    assert isinstance(first, exchange.Sum | exchange.Mean | exchange.Broadcast)
+    total = given[0] if isinstance(first, exchange.Broadcast) else given.sum(0)
     for each in requests:
-        values_of(each.values).copy_(total / WORLD_SIZE if isinstance(first, Mean) else total)
+        values_of(each.values).copy_(
+            total / WORLD_SIZE if isinstance(first, exchange.Mean) else total
+        )
     return [each.values for each in requests]
 
 
@@ -175,7 +165,7 @@ def train(case, place, *, with_scaler=False):
             torch.nn.Parameter(place(torch.linspace(-1, 1, 40).view(8, 5))),
             torch.nn.Parameter(place(torch.ones(3))),
         ]
-        group = Group(rank, WORLD_SIZE)
+        group = exchange.Group(rank, WORLD_SIZE)
         ranks.append((parameters, case.make(parameters, group)))
     waits = []
     for step in range(1, STEPS + 1):
@@ -229,7 +219,7 @@ def test_a_step_of_averaged_reads_a_device_once_however_many_vectors_there_are()
                 for dtype in (torch.float32, torch.float64, torch.bfloat16)
             ]
             inner = torch.optim.SGD(parameters, lr=0.5)
-            ranks.append((parameters, Averaged(inner, Group(rank, WORLD_SIZE), signals=1)))
+            ranks.append((parameters, Averaged(inner, exchange.Group(rank, WORLD_SIZE), signals=1)))
         for step in range(3):
             for parameters, _ in ranks:
                 for number, parameter in enumerate(parameters):

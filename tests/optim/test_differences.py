@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 import torch
-from optim.methods import LR, METHODS, adamw
-from optim.teams import Everything, batches, finalize, loss_of, step_all, vector_of
+from optim import teams
+from optim.methods import LR, METHODS
 from optim.test_device_reads import CASES as ON_DEVICE
 from optim.test_device_reads import drive
 from optim.test_device_reads import train as train_on_device
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed import HashStore
 
 from gcnzc.exchange import Group, RequestMismatch, init_group
-from gcnzc.optim import Averaged, LocalSGD, OneBitAdam, checksums
+from gcnzc.optim import Averaged, OneBitAdam, checksums
 
 STEPS, SAVED, CHANGED = 14, 2, 5
 
@@ -31,15 +31,8 @@ def model_of(seed=0):
     return nn.Sequential(frozen, nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def give_gradients(model, rank, step):
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    model.zero_grad()
-    model(torch.randn(16, 6, generator=generator)).square().mean().backward()
-
-
 def take_step(model, optimizer, step):
-    give_gradients(model, optimizer.group.rank, step)
-    optimizer.step()
+    teams.take_steps(model, optimizer, step + 1, step)
 
 
 # --- what one rank changes alone
@@ -142,65 +135,40 @@ OVER_PROCESSES = (unfreeze_on_rank_1, load_an_older_state_on_rank_1, change_noth
 def find_over_processes():
     shorten_waits()
     with init_group(timeout_s=20) as whole:
-        found = {}
+        found = []
         for name in ("averaged", "streaming-diloco"):
             for change in OVER_PROCESSES:
                 # an error may have ended the connections of the group before
                 group = whole.subgroup([0, 1])
-                found[name, change.__name__] = train_until_an_error(group, name, change)[0]
+                found.append(train_until_an_error(group, name, change)[0])
                 group.close()
-    return found
+        return [*found, error_of_pair(whole, "onebit-adam", 3)]
 
 
 def test_processes_find_what_one_rank_changes_alone(tmp_path):
     first, second = results(2, tmp_path, find_over_processes)
-    for change in OVER_PROCESSES:
-        for name in ("averaged", "streaming-diloco"):
-            text = first[name, change.__name__]
-            assert re.match(CHANGES[change], text), (name, text)
-    assert first == second
+    patterns = [CHANGES[change] for change in OVER_PROCESSES] * 2
+    for text, pattern in zip(first, [*patterns, OTHER_ORDER], strict=True):
+        assert re.match(pattern, text), text
+    assert re.match(OTHER_ORDER, second[-1])
+    assert first[:-1] == second[:-1]
 
 
-# --- options that differ from the start, or follow each rank's own loss
-
-SETTINGS = {
-    "clipping": lambda model, group: Averaged(
-        adamw(model.parameters()), group, clip_norm=0.1 if group.rank else None
-    ),
-    "inner": lambda model, group: Averaged(
-        (torch.optim.Adam if group.rank else torch.optim.SGD)(model.parameters(), lr=0.01), group
-    ),
-    "onebit-adam": lambda model, group: OneBitAdam(
-        model.parameters(), 0.01, group=group, clip_norm=0.1 + group.rank
-    ),
-    "local-sgd inner": lambda model, group: LocalSGD(
-        (torch.optim.Adam if group.rank else torch.optim.AdamW)(model.parameters(), lr=0.01), group
-    ),
-}
-
-
-def construct(group, make):
-    with pytest.raises(ValueError, match=r"(clip_norm|inner) of \w+ differs between"):
-        make(model_of(), group)
-
-
-@pytest.mark.parametrize("make", SETTINGS.values(), ids=SETTINGS)
-def test_other_settings_on_one_rank_are_an_error_on_both_at_construction(make):
-    simulate(2, construct, make)
+# --- options of groups that differ from the start, or follow each rank's own loss
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_options_that_differ_from_the_start_are_named_before_the_first_step(name):
-    models = [Everything().float() for _ in range(2)]
+    models = [teams.Everything().float() for _ in range(2)]
     optimizers = METHODS[name].optimizers(models)
     optimizers[1].param_groups[0]["weight_decay"] = 0.5
     for model in models:
-        loss_of(model, batches(1)[0]).backward()
-    before = vector_of(models[0])
+        teams.loss_of(model, teams.batches(1)[0]).backward()
+    before = teams.vector_of(models[0])
     message = r"^weight_decay of parameter group 0 differs between ranks: .* on rank 0, 0.5 on rank"
     with pytest.raises(ValueError, match=message):
-        step_all(optimizers)
-    assert torch.equal(vector_of(models[0]), before)
+        teams.step_all(optimizers)
+    assert torch.equal(teams.vector_of(models[0]), before)
 
 
 def follow_own_loss(group, name):
@@ -250,11 +218,11 @@ def test_a_parameter_of_another_shape_or_dtype_is_named(name, world_size):
                 for parameter in model.parameters():
                     parameter.grad = torch.ones_like(parameter)
             if step < 5:
-                step_all(optimizers)
+                teams.step_all(optimizers)
         expected = rf"^group 0, parameter {index}: {re.escape(str(shape))} torch.{dtype} on cpu "
         expected += r"now, but .* torch.float32 on cpu when \w+ was constructed\n\nhint: "
         with pytest.raises(ValueError, match=expected):
-            step_all(optimizers)
+            teams.step_all(optimizers)
 
 
 def test_other_errors_stay_as_they_are():
@@ -363,8 +331,8 @@ def steps_in_lockstep(name, steps):
     optimizers = METHODS[name].optimizers(models)
     for step in range(steps):
         for rank, model in enumerate(models):
-            give_gradients(model, rank, step)
-        step_all(optimizers)
+            teams.backward(model, rank, step)
+        teams.step_all(optimizers)
     return models, optimizers
 
 
@@ -372,8 +340,8 @@ def steps_in_lockstep(name, steps):
 def test_replicas_that_nobody_edits_stay_without_an_error(name, monkeypatch):
     monkeypatch.setattr(checksums, "INTERVAL", 2)
     models, optimizers = steps_in_lockstep(name, 30)
-    finalize(optimizers)
-    assert torch.equal(vector_of(models[0]), vector_of(models[1]))
+    teams.finalize(optimizers)
+    assert torch.equal(teams.vector_of(models[0]), teams.vector_of(models[1]))
 
 
 @pytest.mark.parametrize("name", ["averaged", "onebit-adam", "zero-one-adam local steps"])
@@ -386,10 +354,10 @@ def test_finalize_finds_an_edit_at_once_and_removes_differences_by_rounding(name
             with pytest.raises(
                 ValueError, match="parameter 2 of rank 0 is not that of rank 1\n\nhi"
             ):
-                finalize(optimizers)
+                teams.finalize(optimizers)
             continue
         with pytest.warns(UserWarning, match="1 parameters differed slightly between ranks"):
-            finalize(optimizers)
+            teams.finalize(optimizers)
         assert torch.equal(models[0][1].weight, models[1][1].weight)
 
 
@@ -416,7 +384,7 @@ def step_pair(group, name, swapped):
             take_step(model, optimizer, step)
     for _, optimizer in pairs:
         optimizer.finalize()
-    return torch.cat([vector_of(model) for model, _ in pairs])
+    return torch.cat([teams.vector_of(model) for model, _ in pairs])
 
 
 def error_of_pair(group, name, swapped):
@@ -443,17 +411,6 @@ def test_optimizers_stepped_in_the_same_order_keep_their_models_in_sync(name):
     assert torch.equal(*simulate(2, step_pair, name, STEPS + 1))
 
 
-def swap_over_processes():
-    shorten_waits()
-    with init_group(timeout_s=20) as group:
-        return error_of_pair(group, "onebit-adam", 3)
-
-
-def test_processes_find_optimizers_stepped_in_another_order(tmp_path):
-    for text in results(2, tmp_path, swap_over_processes):
-        assert re.match(OTHER_ORDER, text), text
-
-
 @pytest.mark.parametrize("name", ["averaged", "onebit-adam", "local-sgd"])
 def test_optimizers_stepped_in_another_order_are_found_without_headers_as_over_nccl(name):
     def steps(rank):
@@ -461,7 +418,7 @@ def test_optimizers_stepped_in_another_order_are_found_without_headers_as_over_n
         pairs = [(model, METHODS[name].make(model, group)) for model in models]
         for model, optimizer in pairs[:: -1 if rank else 1]:
             for step in range(1, 40):
-                give_gradients(model, rank, step)
+                teams.backward(model, rank, step)
                 yield from optimizer.algorithm()
 
     with pytest.raises(ValueError, match=r"optimizer differs between ranks: .* number 1 on rank 0"):

@@ -5,21 +5,11 @@ import copy
 import numpy as np
 import pytest
 import torch
-from optim.teams import (
-    ROWS,
-    Everything,
-    all_equal,
-    loss_of,
-    of_ranks,
-    saved,
-    step_all,
-    vector_of,
-    vectors_of,
-)
+from optim import teams
 from torch import nn
 
 from gcnzc.compress import Sign
-from gcnzc.exchange import Group, lockstep
+from gcnzc.exchange import lockstep
 from gcnzc.optim import Averaged, DropCompute, resize_state
 from gcnzc.optim.compute_deadline import (
     ComputeClock,
@@ -46,7 +36,7 @@ def adam(parameters):
 
 def micro_batch(step, rank, number):
     generator = torch.Generator().manual_seed(1000 * step + 50 * rank + number)
-    return torch.randperm(ROWS, generator=generator)[: 6 + (step + number) % 3]
+    return torch.randperm(teams.ROWS, generator=generator)[: 6 + (step + number) % 3]
 
 
 def seconds(step, rank, number):
@@ -56,14 +46,13 @@ def seconds(step, rank, number):
 
 
 def team(world_size, inner=sgd, dtype=torch.float64, **options):
-    models = [Everything().to(dtype) for _ in range(world_size)]
+    models = [teams.Everything().to(dtype) for _ in range(world_size)]
     options = {"micro_batches": MICRO, "threshold": None, **options}
-    return models, [
-        DropCompute(
-            inner(model.parameters()), Group(rank, world_size), clock=SimulatedClock(), **options
-        )
-        for rank, model in enumerate(models)
-    ]
+
+    def make(model, group):
+        return DropCompute(inner(model.parameters()), group, clock=SimulatedClock(), **options)
+
+    return models, teams.of_group(models, make)
 
 
 def steps_of(model, optimizer, steps, times=seconds, each=None, computed=None, passes=1):
@@ -73,7 +62,7 @@ def steps_of(model, optimizer, steps, times=seconds, each=None, computed=None, p
     for step in steps:
         optimizer.zero_grad()
         for number in optimizer.micro_batches(range(MICRO)):
-            loss = loss_of(model, micro_batch(step, rank, number))
+            loss = teams.loss_of(model, micro_batch(step, rank, number))
             taken_s = times(step, rank, number)
             if passes == 2:
                 yield from clock.compute(FORWARD * taken_s)
@@ -91,7 +80,7 @@ def steps_of(model, optimizer, steps, times=seconds, each=None, computed=None, p
 
 
 def train(models, optimizers, steps, **options):
-    return lockstep(of_ranks(steps_of, models, optimizers, steps, **options))
+    return lockstep(teams.of_ranks(steps_of, models, optimizers, steps, **options))
 
 
 def accumulated(model, optimizer, steps):
@@ -99,7 +88,7 @@ def accumulated(model, optimizer, steps):
     for step in steps:
         optimizer.zero_grad()
         for number in range(MICRO):
-            loss_of(model, micro_batch(step, optimizer.group.rank, number)).backward()
+            teams.loss_of(model, micro_batch(step, optimizer.group.rank, number)).backward()
         optimizer.weight = 1 / MICRO
         yield from optimizer.algorithm()
 
@@ -111,27 +100,23 @@ def test_without_drops_it_is_accumulation_bit_for_bit(world_size, compress, thre
     dtype = torch.float32 if compress else torch.float64
     models, optimizers = team(world_size, adam, dtype, compress=compress, threshold=threshold)
     train(models, optimizers, range(6))
-    plain = [Everything().to(dtype) for _ in range(world_size)]
-    averaged = [
-        Averaged(adam(model.parameters()), Group(rank, world_size), compress=compress)
-        for rank, model in enumerate(plain)
-    ]
-    pairs = zip(plain, averaged, strict=True)
-    lockstep([accumulated(*pair, range(6)) for pair in pairs])
-    assert torch.equal(vectors_of(models), vectors_of(plain))
+    plain = [teams.Everything().to(dtype) for _ in range(world_size)]
+    make = lambda model, group: Averaged(adam(model.parameters()), group, compress=compress)  # noqa: E731
+    lockstep(teams.of_ranks(accumulated, plain, teams.of_group(plain, make), range(6)))
+    assert torch.equal(teams.vectors_of(models), teams.vectors_of(plain))
     assert all(optimizer.dropped_micro_batches == 0 for optimizer in optimizers)
     assert all(optimizer.computed_micro_batches == 6 * MICRO for optimizer in optimizers)
 
 
 def alone_over(computed, steps, inner):
     """One process that accumulates exactly these micro-batches."""
-    model = Everything()
+    model = teams.Everything()
     optimizer = inner(model.parameters())
     for step in steps:
         optimizer.zero_grad()
         own = [each for each in computed if each[0] == step]
         for each in own:
-            (loss_of(model, micro_batch(*each)) / len(own)).backward()
+            (teams.loss_of(model, micro_batch(*each)) / len(own)).backward()
         optimizer.step()
     return model
 
@@ -154,9 +139,11 @@ def test_a_step_is_that_of_one_process_on_the_computed_micro_batches(world_size,
     models, optimizers = team(world_size, inner, threshold=2.0)
     computed = []
     train(models, optimizers, range(8), computed=computed, passes=passes)
-    assert all_equal(models)
+    assert teams.all_equal(models)
     expected = alone_over(computed, range(8), inner)
-    torch.testing.assert_close(vector_of(models[0]), vector_of(expected), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(
+        teams.vector_of(models[0]), teams.vector_of(expected), rtol=1e-9, atol=1e-11
+    )
     # what is kept is what the times say
     kept = (known_times(times_of(world_size, range(8), passes)) < 2.0)[..., 1::2]
     assert sorted(computed) == sorted(
@@ -168,6 +155,15 @@ def test_a_step_is_that_of_one_process_on_the_computed_micro_batches(world_size,
     assert [each.computed_micro_batches for each in optimizers] == kept.sum(axis=(1, 2)).tolist()
     for optimizer in optimizers:
         assert optimizer.dropped_share == pytest.approx(dropped.sum() / kept.size, rel=1e-6)
+
+
+def stepped_on(rows):
+    """The parameters after one step on all rows."""
+    model = teams.Everything()
+    inner = sgd(model.parameters())
+    teams.loss_of(model, rows).backward()
+    inner.step()
+    return teams.vector_of(model)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -182,16 +178,13 @@ def test_sizes_weight_the_micro_batches(world_size):
     def step(rank):
         sizes = [len(each) / 2 for each in rows[rank]]
         for number, batch in enumerate(optimizers[rank].micro_batches(rows[rank], sizes)):
-            (sizes[number] * loss_of(models[rank], batch)).backward()
+            (sizes[number] * teams.loss_of(models[rank], batch)).backward()
         yield from optimizers[rank].algorithm()
 
     lockstep([step(rank) for rank in range(world_size)])
-    model = Everything()
-    inner = sgd(model.parameters())
-    loss_of(model, torch.cat([each for own in rows for each in own])).backward()
-    inner.step()
-    for each in models:
-        torch.testing.assert_close(vector_of(each), vector_of(model), rtol=1e-9, atol=1e-12)
+    expected = stepped_on(torch.cat([each for own in rows for each in own]))
+    for model in models:
+        torch.testing.assert_close(teams.vector_of(model), expected, rtol=1e-9, atol=1e-12)
 
 
 class ScriptedClock(ComputeClock):
@@ -248,21 +241,18 @@ def test_ranks_without_micro_batches_contribute_nothing():
     def step(rank):
         rows = [torch.arange(4), torch.arange(4, 8)] if rank else []
         for batch in optimizers[rank].micro_batches(rows):
-            loss_of(models[rank], batch).backward()
+            teams.loss_of(models[rank], batch).backward()
         yield from optimizers[rank].algorithm()
 
     lockstep([step(0), step(1)])
-    expected = Everything()
-    inner = sgd(expected.parameters())
-    loss_of(expected, torch.arange(8)).backward()
-    inner.step()
     # no rank has any: nothing is updated, and nothing is divided by zero
     for optimizer in optimizers:
         optimizer.zero_grad()
         list(optimizer.micro_batches([]))
-    step_all(optimizers)
-    assert all_equal(models)
-    torch.testing.assert_close(vector_of(models[0]), vector_of(expected), rtol=1e-9, atol=1e-12)
+    teams.step_all(optimizers)
+    assert teams.all_equal(models)
+    expected = stepped_on(torch.arange(8))
+    torch.testing.assert_close(teams.vector_of(models[0]), expected, rtol=1e-9, atol=1e-12)
 
 
 class FakeEvent:
@@ -393,7 +383,7 @@ def test_all_ranks_select_the_threshold_that_the_times_of_the_calibration_predic
     assert len(thresholds) == 1
     assert thresholds.pop() == pytest.approx(expected.seconds if world_size > 1 else np.inf)
     train(models, optimizers, range(12, 60), times=times, passes=passes)
-    assert all_equal(models)
+    assert teams.all_equal(models)
     assert (optimizers[0].dropped_share > 0) == (world_size > 1)
     assert optimizers[0].dropped_share < 0.4
 
@@ -408,7 +398,7 @@ def test_it_measures_again_if_more_is_dropped_than_the_limit_permits():
     after = {each.deadline.threshold_s for each in optimizers}
     assert len(after) == 1
     assert after.pop() > 1.5 * before
-    assert all_equal(models)
+    assert teams.all_equal(models)
 
 
 # --- resuming
@@ -426,7 +416,7 @@ def test_a_run_resumes_from_any_step(options):
     states = {}
 
     def keep(step, rank):
-        state = saved(optimizers[rank].state_dict())
+        state = teams.saved(optimizers[rank].state_dict())
         states[step, rank] = state, copy.deepcopy(models[rank].state_dict())
 
     train(models, optimizers, range(12), each=keep)
@@ -438,7 +428,7 @@ def test_a_run_resumes_from_any_step(options):
             other.load_state_dict(state)
             again[rank].load_state_dict(weights)
         train(again, others, range(step + 1, 12))
-        assert torch.equal(vectors_of(again), vectors_of(models)), step
+        assert torch.equal(teams.vectors_of(again), teams.vectors_of(models)), step
         for other, optimizer in zip(others, optimizers, strict=True):
             assert other.dropped_micro_batches == optimizer.dropped_micro_batches
             assert other.computed_micro_batches == optimizer.computed_micro_batches
@@ -450,7 +440,7 @@ def test_a_resumed_run_measures_again(old, new):
     options = {"threshold": "auto", "calibration": SHORT, "max_dropped": 0.3}
     models, optimizers = team(old, **options)
     train(models, optimizers, range(10))
-    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
+    states = [teams.saved(optimizer.state_dict()) for optimizer in optimizers]
     assert not optimizers[0].deadline.is_calibrating
     again, others = team(new, **options)
     for rank, other in enumerate(others):
@@ -458,7 +448,7 @@ def test_a_resumed_run_measures_again(old, new):
         again[rank].load_state_dict(models[0].state_dict())
         assert other.deadline.threshold_s == np.inf
     train(again, others, range(10, 20))
-    assert all_equal(again)
+    assert teams.all_equal(again)
     assert not others[0].deadline.is_calibrating
 
 
@@ -479,13 +469,13 @@ def test_bad_micro_batches_are_an_error():
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_without_counted_micro_batches_is_an_error(ranks):
     models, optimizers = team(ranks)
-    before = vectors_of(models)
+    before = teams.vectors_of(models)
     for rank, model in enumerate(models):
-        loss_of(model, micro_batch(0, rank, 0)).backward()
+        teams.loss_of(model, micro_batch(0, rank, 0)).backward()
     message = r"(?s)`micro_batches` was not iterated since .*hint: .*micro_batches\(batches\)"
     with pytest.raises(ValueError, match=message):
-        step_all(optimizers)
-    assert torch.equal(vectors_of(models), before)
+        teams.step_all(optimizers)
+    assert torch.equal(teams.vectors_of(models), before)
 
 
 def test_models_that_communicate_are_refused():

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from optim.teams import Everything, batches, loss_of, share_of, team, vector_of
+from optim.teams import Everything, batches, loss_of, of_group, share_of, team, vector_of
 from torch import nn
 
 from gcnzc.exchange import Group, lockstep
@@ -94,10 +94,8 @@ def reference(start, chosen, *, local_steps, round_weight, local_momentum):
 def test_rounds_are_those_of_the_paper(world_size, options):
     rounds = 5
     models = [nn.Linear(COLUMNS, 1, bias=False).double() for _ in range(world_size)]
-    optimizers = [
-        exact(**options)(sgd(model.parameters(), DECAY), Group(rank, world_size))
-        for rank, model in enumerate(models)
-    ]
+    make = lambda each, group: exact(**options)(sgd(each.parameters(), DECAY), group)  # noqa: E731
+    optimizers = of_group(models, make)
     start = models[0].weight.detach().numpy()[0].copy()
     seen = []
 

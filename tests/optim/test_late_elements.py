@@ -6,11 +6,11 @@ import statistics
 
 import pytest
 import torch
+from optim.teams import of_group, step_all
 from slow_cases import mark_slow
 from torch import nn
 
 from bench.strategies.late_elements import KINDS, LATE, METHODS, train
-from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import OneBitAdam
 
 CASES = mark_slow(
@@ -37,10 +37,8 @@ def test_they_behave_like_those_that_had_gradients_in_the_warm_up(kind, method, 
 def late_run(num_steps, begin, warmup=4, late=slice(10, 20)):
     """Return parameters of 2 ranks after each step, and the mean gradients of late elements."""
     params = [nn.Parameter(torch.linspace(-1, 1, 64)) for _ in range(2)]
-    optimizers = [
-        OneBitAdam([each], lr=0.01, warmup=warmup, weight_decay=0.0, group=Group(rank, 2))
-        for rank, each in enumerate(params)
-    ]
+    options = {"lr": 0.01, "warmup": warmup, "weight_decay": 0.0}
+    optimizers = of_group(params, lambda each, group: OneBitAdam([each], group=group, **options))
     seen, gradients, sent = [], [], []
     generator = torch.Generator().manual_seed(0)
     for number in range(1, num_steps + 1):
@@ -49,7 +47,7 @@ def late_run(num_steps, begin, warmup=4, late=slice(10, 20)):
             if number < begin:
                 each.grad[late] = 0.0
         gradients.append((params[0].grad[late] + params[1].grad[late]) / 2)
-        outcome = lockstep([optimizer.algorithm() for optimizer in optimizers])
+        outcome = step_all(optimizers)
         sent.append(outcome.ledgers[0].bytes_sent)
         assert torch.equal(*params)
         seen.append(params[0].detach()[late].clone())
@@ -89,10 +87,7 @@ def test_runs_resume_bit_for_bit_while_they_settle(method):
     def made():
         params = [nn.Parameter(torch.linspace(-1, 1, 64)) for _ in range(2)]
         make = METHODS[method][0]
-        groups = [Group(rank, 2) for rank in range(2)]
-        return params, [
-            make([each], group, 0.01, 6) for each, group in zip(params, groups, strict=True)
-        ]
+        return params, of_group(params, lambda each, group: make([each], group, 0.01, 6))
 
     def take(params, optimizers, number):
         generator = torch.Generator().manual_seed(number)
@@ -100,7 +95,7 @@ def test_runs_resume_bit_for_bit_while_they_settle(method):
             each.grad = torch.randn(64, generator=generator)
             each.grad[10:20] *= number >= 20
             each.grad[40:44] *= number >= 24
-        lockstep([optimizer.algorithm() for optimizer in optimizers])
+        step_all(optimizers)
 
     params, optimizers = made()
     others = None

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from optim import teams
 from optim.methods import (
     AVERAGED,
     CASES,
@@ -14,25 +15,6 @@ from optim.methods import (
     LR,
     METHODS,
     WithGivenGradients,
-)
-from optim.teams import (
-    Everything,
-    adamw,
-    all_equal,
-    batches,
-    diverse,
-    finalize,
-    loss_of,
-    mean_of,
-    of_ranks,
-    plain,
-    saved,
-    set_gradients,
-    sgd,
-    step_all,
-    train,
-    vector_of,
-    vectors_of,
 )
 from processes import results_once
 from simulated_ranks import simulate
@@ -72,22 +54,22 @@ def fill_gradients(model):
 @functools.cache
 def data_parallel(inner, clip_norm):
     """One rank that has all rows of every step."""
-    model = Everything()
+    model = teams.Everything()
     optimizer = inner(model.parameters())
-    for rows in batches(15):
+    for rows in teams.batches(15):
         optimizer.zero_grad()
-        loss_of(model, rows).backward()
+        teams.loss_of(model, rows).backward()
         fill_gradients(model)
         if clip_norm:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
-    return vector_of(model)
+    return teams.vector_of(model)
 
 
 def limit_steps(model, optimizer):
     yield from optimizer.broadcast_model_algorithm()
-    for rows in batches(15):
-        set_gradients(model, optimizer, rows)
+    for rows in teams.batches(15):
+        teams.set_gradients(model, optimizer, rows)
         fill_gradients(model)
         yield from optimizer.algorithm()
     yield from optimizer.finalize_algorithm()
@@ -98,8 +80,10 @@ def inners_of(name, method):
         return (adam_of_replicated,)
     if method.kind is WithGivenGradients:
         # has momentum of its own, and rejects others
-        return (sgd,)
-    return (sgd, momentum_sgd, adamw) if name == "averaged" else (sgd, momentum_sgd)
+        return (teams.sgd,)
+    return (
+        (teams.sgd, momentum_sgd, teams.adamw) if name == "averaged" else (teams.sgd, momentum_sgd)
+    )
 
 
 LIMITS = [
@@ -125,29 +109,25 @@ def is_repeated(name, world_size, inner, clip_norm):
     ("name", "world_size", "inner", "clip_norm"), [*mark_slow(LIMITS, is_repeated), *CLIPPED]
 )
 def test_the_limiting_case_equals_data_parallel_training(name, world_size, inner, clip_norm):
-    method, models = CASES[name], diverse(world_size)
+    method, models = CASES[name], teams.diverse(world_size)
     options = method.limit | ({"clip_norm": clip_norm} if clip_norm else {})
     own = None if inner is adam_of_replicated else inner
     optimizers = method.optimizers(models, inner=own, **options)
-    lockstep(of_ranks(limit_steps, models, optimizers))
+    lockstep(teams.of_ranks(limit_steps, models, optimizers))
     expected = data_parallel(inner, clip_norm)
     for model in models:
-        torch.testing.assert_close(vector_of(model), expected, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(teams.vector_of(model), expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", without_closure(LOCAL_CASES))
 def test_a_single_rank_takes_only_the_steps_of_the_inner_optimizer(name):
     (model,), (optimizer,) = CASES[name].team(1)
-    train([model], [optimizer], END)
-    expected = Everything().float()
-    inner = CASES[name].inner(expected.parameters())
-    for rows in batches(END):
-        inner.zero_grad()
-        loss_of(expected, rows).backward()
-        inner.step()
-    assert torch.equal(vector_of(model), vector_of(expected))
+    teams.train([model], [optimizer], END)
+    other = teams.Everything().float()
+    expected = teams.train_alone(other, CASES[name].inner(other.parameters()), END)
+    assert torch.equal(teams.vector_of(model), expected)
     optimizer.finalize()
-    assert torch.equal(vector_of(model), vector_of(expected))
+    assert torch.equal(teams.vector_of(model), expected)
 
 
 # --- processes
@@ -158,21 +138,21 @@ def train_as_worker():
     found = {}
     with init_group(timeout_s=60) as group:
         for name, method in CASES.items():
-            model = diverse(2, torch.float32)[group.rank]
+            model = teams.diverse(2, torch.float32)[group.rank]
             optimizer = method.make(model, group)
             seen = []
-            for step, rows in enumerate(batches(7)):
-                set_gradients(model, optimizer, rows)
+            for step, rows in enumerate(teams.batches(7)):
+                teams.set_gradients(model, optimizer, rows)
                 optimizer.step()
                 if step == 4:
-                    state = saved(optimizer.state_dict())
+                    state = teams.saved(optimizer.state_dict())
                     own = optimizer.average_parameters()
-                    seen.append(vector_of(model))
+                    seen.append(teams.vector_of(model))
                     optimizer.restore_parameters(own)
                     optimizer.load_state_dict(state)
-            seen.append(vector_of(model))
+            seen.append(teams.vector_of(model))
             optimizer.finalize()
-            found[name] = [*seen, vector_of(model)]
+            found[name] = [*seen, teams.vector_of(model)]
     return found
 
 
@@ -184,17 +164,17 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_processes_compute_what_lockstep_computes(ranks, name):
     models, optimizers = CASES[name].team(2)
-    train(models, optimizers, 5)
+    teams.train(models, optimizers, 5)
     kept = lockstep([optimizer.average_parameters_algorithm() for optimizer in optimizers]).results
-    expected = [[vector_of(model)] for model in models]
+    expected = [[teams.vector_of(model)] for model in models]
     for optimizer, own in zip(optimizers, kept, strict=True):
         optimizer.restore_parameters(own)
-    train(models, optimizers, 7, 5)
+    teams.train(models, optimizers, 7, 5)
     for seen, model in zip(expected, models, strict=True):
-        seen.append(vector_of(model))
-    finalize(optimizers)
+        seen.append(teams.vector_of(model))
+    teams.finalize(optimizers)
     for found, seen, model in zip(ranks, expected, models, strict=True):
-        assert all(map(torch.equal, found[name], [*seen, vector_of(model)]))
+        assert all(map(torch.equal, found[name], [*seen, teams.vector_of(model)]))
 
 
 # --- replicas
@@ -224,22 +204,13 @@ def are_equal(one, other, names=None):
     return all(torch.equal(one[name], other[name]) for name in names or one)
 
 
-def take_steps(model, optimizer, begin, end):
-    for step in range(begin, end):
-        generator = torch.Generator().manual_seed(10 * step + optimizer.group.rank)
-        rows = torch.randn(16, 6, generator=generator) + optimizer.group.rank
-        optimizer.zero_grad()
-        model(rows).square().mean().backward()
-        optimizer.step()
-
-
 def train_with_module(group, name, has_module):
     """The state of the model before and after the optimizer is made, and at the end."""
     model = Model(group.rank)
     before = copied(model)
     optimizer = METHODS[name].make(model, group, **({"module": model} if has_module else {}))
     start = copied(model)
-    take_steps(model, optimizer, 0, 9)
+    teams.take_steps(model, optimizer, 9)
     optimizer.finalize()
     return before, start, copied(model)
 
@@ -265,10 +236,10 @@ def test_ranks_are_in_sync_after_exchanges_and_have_one_shared_state(name):
     method = CASES[name]
     models, optimizers = method.team(3)
     for step in range(END):
-        train(models, optimizers, step + 1, step)
+        teams.train(models, optimizers, step + 1, step)
         if method.every_step or method.is_in_sync:
-            assert all_equal(models) == (method.every_step or step % 4 == 3)
-        first, *others = (plain(each.snapshot().get("shared")) for each in optimizers)
+            assert teams.all_equal(models) == (method.every_step or step % 4 == 3)
+        first, *others = (teams.plain(each.snapshot().get("shared")) for each in optimizers)
         assert all(other == first for other in others)
 
 
@@ -276,26 +247,26 @@ def test_ranks_are_in_sync_after_exchanges_and_have_one_shared_state(name):
 def test_the_mean_of_the_parameters_is_set_for_an_evaluation_and_by_finalize(name):
     models, optimizers = CASES[name].team(3)
     undisturbed, others = CASES[name].team(3)
-    train(models, optimizers, 6)
-    own, mean = vectors_of(models), mean_of(models)
+    teams.train(models, optimizers, 6)
+    own, mean = teams.vectors_of(models), teams.mean_of(models)
     kept = lockstep([optimizer.average_parameters_algorithm() for optimizer in optimizers]).results
-    assert all_equal(models)
-    torch.testing.assert_close(vector_of(models[0]), mean)
+    assert teams.all_equal(models)
+    torch.testing.assert_close(teams.vector_of(models[0]), mean)
     for optimizer, each in zip(optimizers, kept, strict=True):
         optimizer.restore_parameters(each)
-    assert torch.equal(own, vectors_of(models))
-    train(models, optimizers, 10, 6)
-    train(undisturbed, others, 10)
-    assert torch.equal(vectors_of(undisturbed), vectors_of(models))
-    mean = mean_of(models)
-    finalize(optimizers)
-    assert all_equal(models)
-    after = vector_of(models[0])
+    assert torch.equal(own, teams.vectors_of(models))
+    teams.train(models, optimizers, 10, 6)
+    teams.train(undisturbed, others, 10)
+    assert torch.equal(teams.vectors_of(undisturbed), teams.vectors_of(models))
+    mean = teams.mean_of(models)
+    teams.finalize(optimizers)
+    assert teams.all_equal(models)
+    after = teams.vector_of(models[0])
     if not name.startswith(("co2", "streaming", "zero-one")):
         # a delayed mean that is pending is applied before, and 0/1 Adam compresses the last
         torch.testing.assert_close(after, mean)
-    finalize(optimizers)
-    assert torch.equal(vector_of(models[0]), after)
+    teams.finalize(optimizers)
+    assert torch.equal(teams.vector_of(models[0]), after)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -304,7 +275,7 @@ def test_signals_of_one_rank_are_received_in_the_same_steps_on_all(name):
     received = []
     for step in range(END):
         optimizers[2].signals = [False, step >= 3]
-        train(models, optimizers, step + 1, step)
+        teams.train(models, optimizers, step + 1, step)
         flags = {tuple(optimizer.received_signals) for optimizer in optimizers}
         assert len(flags) == 1
         assert flags < {(False, False), (False, True)}
@@ -325,13 +296,13 @@ def is_compressed(name):
 def test_sparse_gradients_are_as_dense_ones(name):
     found = []
     for sparse in (True, False):
-        models = diverse(3, sparse=sparse)
-        optimizers = METHODS[name].optimizers(models, inner=sgd)
-        train(models, optimizers, 8)
-        finalize(optimizers)
+        models = teams.diverse(3, sparse=sparse)
+        optimizers = METHODS[name].optimizers(models, inner=teams.sgd)
+        teams.train(models, optimizers, 8)
+        teams.finalize(optimizers)
         assert models[0].table.weight.grad.is_sparse == sparse
-        assert all_equal(models)
-        found.append(vector_of(models[0]))
+        assert teams.all_equal(models)
+        found.append(teams.vector_of(models[0]))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
@@ -348,14 +319,12 @@ def test_parameters_keep_their_dtypes_and_their_memory(name):
     models = [mixed(rank) for rank in range(2)]
     optimizers = METHODS[name].optimizers(models)
     before = [(each.dtype, each.stride(), each.data_ptr()) for each in models[0]]
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(9):
-        for model in models:
-            for each in model:
-                each.grad = torch.randn(each.shape, generator=generator).to(each.dtype)
-        step_all(optimizers)
-    finalize(optimizers)
-    assert all_equal(models)
+    for step in range(9):
+        for rank, model in enumerate(models):
+            teams.set_noise(model, 10 * step + rank)
+        teams.step_all(optimizers)
+    teams.finalize(optimizers)
+    assert teams.all_equal(models)
     assert [(each.dtype, each.stride(), each.data_ptr()) for each in models[0]] == before
     assert all(each.isfinite().all() for each in models[0])
     trained = zip(models[0], mixed(0), strict=True)
@@ -369,15 +338,13 @@ def test_a_gradient_that_is_missing_on_one_rank_counts_as_zeros(name):
         models = [Model(0) for _ in range(3)]
         optimizers = METHODS[name].optimizers(models)
         for step in range(8):
-            generator = torch.Generator().manual_seed(step)
-            for model in models:
-                for each in (*model.first.parameters(), *model.last.parameters()):
-                    each.grad = torch.randn(each.shape, generator=generator)
+            for rank, model in enumerate(models):
+                teams.set_noise(model, 10 * step + rank)
             bias = models[1].last.bias
             bias.grad = None if is_missing else torch.zeros_like(bias)
-            step_all(optimizers)
-        assert all_equal(models)
-        found.append(vector_of(models[0]))
+            teams.step_all(optimizers)
+        assert teams.all_equal(models)
+        found.append(teams.vector_of(models[0]))
     assert torch.equal(*found)
 
 
@@ -385,8 +352,27 @@ def test_a_gradient_that_is_missing_on_one_rank_counts_as_zeros(name):
 def test_a_parameter_without_a_gradient_on_any_rank_is_not_updated(name):
     models, optimizers = METHODS[name].team(2)
     before = models[0].unused.detach().clone()
-    train(models, optimizers, 8)
+    teams.train(models, optimizers, 8)
     assert torch.equal(models[0].unused, before)
+    assert name != "averaged" or models[0].unused.grad is None
+
+
+def test_signals_and_options_are_exchanged_if_all_gradients_are_sparse():
+    tables = [nn.Embedding(5, 2, sparse=True) for _ in range(2)]
+    optimizers = METHODS["averaged"].optimizers(tables, inner=teams.sgd, signals=2)
+    optimizers[1].signals = [False, True]
+
+    def take(steps):
+        for _ in range(steps):
+            for rank, table in enumerate(tables):
+                table(torch.tensor([rank])).sum().backward()
+            teams.step_all(optimizers)
+
+    take(1)
+    assert [optimizer.received_signals for optimizer in optimizers] == [[False, True]] * 2
+    optimizers[1].param_groups[0]["lr"] = 0.2
+    with pytest.raises(ValueError, match=r"lr of parameter group 0 differs between ranks"):
+        take(20)
 
 
 # --- as an optimizer of torch
@@ -394,24 +380,24 @@ def test_a_parameter_without_a_gradient_on_any_rank_is_not_updated(name):
 
 @pytest.mark.parametrize("name", without_closure(METHODS))
 def test_it_is_an_optimizer_of_torch(name):
-    model = Everything().float()
+    model = teams.Everything().float()
     optimizer = METHODS[name].make(model, Group())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    rows = batches(1)[0]
+    rows = teams.batches(1)[0]
 
     def closure():
         optimizer.zero_grad()
-        loss = loss_of(model, rows)
+        loss = teams.loss_of(model, rows)
         loss.backward()
         return loss
 
-    expected = float(loss_of(model, rows).detach())
+    expected = float(teams.loss_of(model, rows).detach())
     assert float(optimizer.step(closure).detach()) == pytest.approx(expected)
     scheduler.step()
     inner = getattr(optimizer, "inner", optimizer)
     assert optimizer.param_groups[0]["lr"] == inner.param_groups[0]["lr"]
-    other = METHODS[name].make(Everything().float(), Group())
-    other.load_state_dict(saved(optimizer.state_dict()))
+    other = METHODS[name].make(teams.Everything().float(), Group())
+    other.load_state_dict(teams.saved(optimizer.state_dict()))
     group = other.param_groups[0]
     assert group["lr"] == group["initial_lr"] / 2
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
@@ -429,12 +415,12 @@ def unfreeze(group, name):
     """The error of a step after a layer is unfrozen, or that layer before and after training."""
     model = Model(group.rank)
     optimizer = METHODS[name].make(model, group)
-    take_steps(model, optimizer, 0, 2)
+    teams.take_steps(model, optimizer, 2)
     before = copied(model.frozen)
     model.frozen.requires_grad_(True)
     try:
         # to the end of an exchange, which with a delay of 4 steps begins at 4
-        take_steps(model, optimizer, 2, 8)
+        teams.take_steps(model, optimizer, 8, 2)
     except ValueError as error:
         return str(error), ""
     optimizer.finalize()
@@ -457,12 +443,12 @@ def add_group(group, name):
     """The parameters of a group that is added, before and after steps."""
     model = Model(group.rank)
     optimizer = METHODS[name].make(model, group)
-    take_steps(model, optimizer, 0, 2)
+    teams.take_steps(model, optimizer, 2)
     late = nn.Linear(1, 1)
     optimizer.add_param_group({"params": list(late.parameters())})
     before = copied(late)
     model.last = nn.Sequential(model.last, late)
-    take_steps(model, optimizer, 2, 4)
+    teams.take_steps(model, optimizer, 4, 2)
     return before, copied(late)
 
 
@@ -519,9 +505,7 @@ def test_buffers_of_a_rank_that_overflowed_are_left_out_of_the_mean_and_constant
 def step_in_simulation(model, optimizer, begin, end):
     yield from optimizer.broadcast_model_algorithm()
     for step in range(begin, end):
-        generator = torch.Generator().manual_seed(10 * step + optimizer.group.rank)
-        optimizer.zero_grad()
-        model(torch.randn(16, 6, generator=generator)).square().mean().backward()
+        teams.backward(model, optimizer.group.rank, step)
         yield from optimizer.algorithm()
         yield from getattr(optimizer, "finish_pending_algorithm", lambda: ())()
 
@@ -530,11 +514,8 @@ def step_in_simulation(model, optimizer, begin, end):
 def test_buffers_of_a_run_that_is_resumed_stay_as_they_are(name):
     def made(first_seed):
         models = [Model(first_seed + rank) for rank in range(2)]
-        pairs = [
-            (model, METHODS[name].make(model, Group(rank, 2), module=model))
-            for rank, model in enumerate(models)
-        ]
-        return models, pairs
+        make = lambda model, group: METHODS[name].make(model, group, module=model)  # noqa: E731
+        return models, list(zip(models, teams.of_group(models, make), strict=True))
 
     models, pairs = made(0)
     lockstep([step_in_simulation(*pair, 0, 5) for pair in pairs])
@@ -552,11 +533,8 @@ def test_buffers_of_a_run_that_is_resumed_stay_as_they_are(name):
 
 def test_ranks_whose_models_differ_are_an_error():
     def begin(models):
-        optimizers = [
-            Averaged(sgd(model.parameters()), Group(rank, len(models)), module=model)
-            for rank, model in enumerate(models)
-        ]
-        lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
+        make = lambda each, group: Averaged(teams.sgd(each.parameters()), group, module=each)  # noqa: E731
+        teams.broadcast(teams.of_group(models, make))
 
     with pytest.raises(
         ValueError, match=r"named weight differs .*\(2, 2\) .* rank 0, \(3, 2\).* rank 2"

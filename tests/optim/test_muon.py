@@ -6,23 +6,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from optim.teams import (
-    Everything,
-    all_equal,
-    around,
-    batches,
-    loss_of,
-    mean_of,
-    saved,
-    set_gradients,
-    team,
-    train,
-    vector_of,
-)
+from optim.teams import saved, vector_of
 from torch import nn
 
-from gcnzc.exchange import Group
-from gcnzc.optim import Averaged, DiLoCo, LocalSGD, Muon
+from gcnzc.optim import Muon
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 
@@ -164,41 +151,3 @@ def test_a_state_resumes_bit_for_bit():
     expected = take_steps(model, optimizer, 3, 3)
     for each, its in ((other, again), *pairs):
         assert torch.equal(take_steps(each, its, 3, 3), expected)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_mean_gradients_of_every_step_are_those_of_all_rows(world_size):
-    models, optimizers = team(world_size, Averaged, muon)
-    train(models, optimizers, 10)
-    assert all_equal(models)
-    whole = Everything()
-    optimizer, before = muon(whole.parameters()), vector_of(whole)
-    for rows in batches(10):
-        optimizer.zero_grad()
-        loss_of(whole, rows).backward()
-        optimizer.step()
-    # sums round differently, and the iterations in bfloat16 enlarge the difference
-    most = 0.004 if world_size > 1 else 1e-12
-    assert (vector_of(models[0]) - vector_of(whole)).abs().max() < most
-    assert (before - vector_of(whole)).abs().max() > 0.05
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-@pytest.mark.parametrize(
-    ("kind", "options"), [(LocalSGD, {}), (DiLoCo, {"outer_lr": 1.0, "outer_momentum": 0.0})]
-)
-def test_a_synchronization_is_the_mean_of_ranks_that_train_alone(kind, options, world_size):
-    models, optimizers = team(world_size, around(kind, local_steps=3, **options), muon)
-    train(models, optimizers, 3)
-    alone = [Everything() for _ in range(world_size)]
-    for rank, model in enumerate(alone):
-        optimizer = muon(model.parameters())
-        optimizer.group = Group(rank, world_size)
-        for rows in batches(3):
-            set_gradients(model, optimizer, rows)
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad *= optimizer.weight
-            optimizer.step()
-    torch.testing.assert_close(vector_of(models[0]), mean_of(alone), rtol=1e-9, atol=1e-9)
-    assert all_equal(models)

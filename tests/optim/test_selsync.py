@@ -4,20 +4,7 @@ import math
 
 import pytest
 import torch
-from optim.teams import (
-    Everything,
-    adamw,
-    all_equal,
-    around,
-    batches,
-    loss_of,
-    mean_of,
-    of_ranks,
-    share_of,
-    team,
-    train,
-    vector_of,
-)
+from optim import teams
 from torch import nn
 
 from gcnzc.exchange import Group, lockstep
@@ -26,7 +13,7 @@ from gcnzc.optim import SelSync
 
 def reference(world_size, steps, threshold, window, decay=0.01, lr=0.05):
     """SelSync with SGD, written without the library, and whether each step synchronized."""
-    models = [Everything() for _ in range(world_size)]
+    models = [teams.Everything() for _ in range(world_size)]
     squares = [[] for _ in range(world_size)]
     synchronized = []
 
@@ -34,12 +21,12 @@ def reference(world_size, steps, threshold, window, decay=0.01, lr=0.05):
         weights = [(1 - decay) ** (1 + age) for age in range(len(values))]
         return sum(w * v for w, v in zip(weights, reversed(values), strict=True)) / sum(weights)
 
-    for step, rows in enumerate(batches(steps), 1):
+    for step, rows in enumerate(teams.batches(steps), 1):
         is_due = step <= window
         for rank, model in enumerate(models):
-            share = share_of(rows, Group(rank, world_size))
+            share = teams.share_of(rows, Group(rank, world_size))
             model.zero_grad()
-            loss_of(model, share).backward()
+            teams.loss_of(model, share).backward()
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             before = smoothed(squares[rank][-window:]) if squares[rank] else 0.0
             squares[rank].append(sum(float(each.square().sum()) for each in gradients))
@@ -51,7 +38,7 @@ def reference(world_size, steps, threshold, window, decay=0.01, lr=0.05):
                         parameter -= lr * len(share) * world_size / len(rows) * parameter.grad
         synchronized.append(is_due)
         if is_due:
-            mean = mean_of(models)
+            mean = teams.mean_of(models)
             for model in models:
                 nn.utils.vector_to_parameters(mean.clone(), list(model.parameters()))
     return models, synchronized
@@ -62,62 +49,50 @@ def test_it_equals_an_independent_reference(world_size):
     # some steps of `batches` are above the threshold and some below
     options = {"threshold": 0.3, "window": 4}
     expected, synchronized = reference(world_size, 30, **options)
-    models, optimizers = team(world_size, around(SelSync, **options))
+    models, optimizers = teams.team(world_size, teams.around(SelSync, **options))
     if world_size > 1:
         # otherwise the reference would not test the choice
         assert 4 < sum(synchronized) < 29
         assert not all(synchronized[4:])
     for step, is_due in enumerate(synchronized):
-        train(models, optimizers, step + 1, step)
-        assert all_equal(models) == (is_due or world_size == 1)
+        teams.train(models, optimizers, step + 1, step)
+        assert teams.all_equal(models) == (is_due or world_size == 1)
     for model, other in zip(models, expected, strict=True):
-        torch.testing.assert_close(vector_of(model), vector_of(other), rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(
+            teams.vector_of(model), teams.vector_of(other), rtol=1e-9, atol=1e-11
+        )
     if world_size > 1:
         assert all(each.num_exchanges == sum(synchronized) for each in optimizers)
         assert optimizers[0].local_share == pytest.approx(1 - sum(synchronized) / 30)
 
 
-def test_an_infinite_threshold_sends_only_votes_after_the_window():
-    models, optimizers = team(4, around(SelSync, threshold=math.inf, window=3), adamw)
-    train(models, optimizers, 3)
-    assert all_equal(models)
-    found = train(models, optimizers, 10, 3)
-    assert not all_equal(models)
-    assert [each.num_exchanges for each in optimizers] == [3] * 4
-    for ledger in found.ledgers:
-        # a sum of two float64 by doubling in each of 7 steps
-        assert ledger.requests == 7
-        assert ledger.bytes_sent == 7 * 2 * 2 * 8
-        assert set(ledger.entries) == {"Sum"}
-
-
 def test_one_rank_is_sufficient_to_synchronize_all():
-    models, optimizers = team(3, around(SelSync, threshold=50.0, window=2))
-    train(models, optimizers, 4)
-    assert not all_equal(models)
+    models, optimizers = teams.team(3, teams.around(SelSync, threshold=50.0, window=2))
+    teams.train(models, optimizers, 4)
+    assert not teams.all_equal(models)
     with torch.no_grad():
         # the gradients of one rank grow
         models[1].tied.bias.mul_(0).add_(1e3)
         models[1].first.weight.mul_(30)
-    train(models, optimizers, 5, 4)
-    assert all_equal(models)
+    teams.train(models, optimizers, 5, 4)
+    assert teams.all_equal(models)
     changes = [each.change for each in optimizers]
     assert changes[1] >= 50 > max(changes[0], changes[2])
 
 
 def test_a_rank_with_a_gradient_that_is_not_finite_requests_a_mean():
-    models, optimizers = team(3, around(SelSync, threshold=1e6, window=1), adamw)
-    train(models, optimizers, 3)
-    assert not all_equal(models)
+    models, optimizers = teams.team(3, teams.around(SelSync, threshold=1e6, window=1), teams.adamw)
+    teams.train(models, optimizers, 3)
+    assert not teams.all_equal(models)
 
     def bad_step(model, optimizer):
         optimizer.zero_grad()
-        loss_of(model, batches(4)[3]).backward()
+        teams.loss_of(model, teams.batches(4)[3]).backward()
         if optimizer.group.rank == 1:
             model.rare.grad = torch.full_like(model.rare, math.nan)
         yield from optimizer.algorithm()
 
-    lockstep(of_ranks(bad_step, models, optimizers))
-    assert all_equal(models)
-    assert vector_of(models[0]).isfinite().all()
+    lockstep(teams.of_ranks(bad_step, models, optimizers))
+    assert teams.all_equal(models)
+    assert teams.vector_of(models[0]).isfinite().all()
     assert [each.skipped for each in optimizers] == [0, 1, 0]

@@ -5,13 +5,13 @@ import math
 
 import pytest
 import torch
-from optim.teams import Everything, all_equal, sgd, train
+from optim.teams import Everything, sgd
 from slow_cases import seeds
 from torch import nn
 
 from gcnzc.compress import RandomBlock, RandomK, Sign, Threshold, TopK
 from gcnzc.exchange import Group, lockstep
-from gcnzc.optim import Averaged, OneBitAdam
+from gcnzc.optim import Averaged
 from gcnzc.optim.averaged import step_on_supports
 
 CLASSES, FEATURES, RANKS = 10, 64, 8
@@ -125,20 +125,3 @@ def test_a_masked_step_is_the_inner_step_at_the_support_and_nothing_elsewhere(na
             old = before[1].get(key)
             old = torch.zeros_like(value) if old is None else old
             assert torch.equal(found, torch.where(support, value, old))
-
-
-@pytest.mark.parametrize("compress", [TopK(0.2, "layer"), RandomK(0.2), Threshold(0.2)])
-def test_momenta_may_be_sparse(compress):
-    """The vectors of 1-bit Adam have only the compressed parameters, and so have their layers."""
-    models = [Everything().float() for _ in range(3)]
-    optimizers = []
-    for rank, model in enumerate(models):
-        rare = {"params": [model.rare], "compress": False}
-        others = [each for each in model.parameters() if each is not model.rare]
-        groups = [{"params": others}, rare]
-        optimizers.append(
-            OneBitAdam(groups, lr=0.01, warmup=2, compress=compress, group=Group(rank, 3))
-        )
-    train(models, optimizers, 8)
-    assert all_equal(models)
-    assert optimizers[0].skipped == 0

@@ -22,6 +22,7 @@ from optim.teams import (
     saved,
     set_gradients,
     states_of,
+    step_on_numbers,
     train,
     vector_of,
     vectors_of,
@@ -37,17 +38,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from gcnzc.compress import Sign
+from gcnzc import optim
 from gcnzc.exchange import Compute, Group, init_group, lockstep
-from gcnzc.optim import (
-    Averaged,
-    DiLoCo,
-    LocalSGD,
-    OneBitAdam,
-    OneBitLamb,
-    ZeroOneAdam,
-    resize_state,
-)
 
 END = 12
 # whose state is that of its inner optimizer, and the same on all ranks
@@ -64,7 +56,7 @@ def resumed(name, models, optimizers, world_size):
     for rank, (model, optimizer) in enumerate(zip(others, loaded, strict=True)):
         model.load_state_dict(weights)
         # that of `averaged` is equal on all ranks
-        state = resize_state(states, rank, world_size)
+        state = optim.resize_state(states, rank, world_size)
         optimizer.load_state_dict(copy.deepcopy(state) if name == SHARED else state)
     return others, loaded
 
@@ -93,19 +85,14 @@ def test_a_running_optimizer_that_loads_a_state_goes_on_as_a_new_one(name):
     models, optimizers = METHODS[name].team(2)
     train(models, optimizers, 5)
     weights, states = copy.deepcopy([each.state_dict() for each in models]), states_of(optimizers)
-    others, loaded = METHODS[name].team(2)
+    teams = (models, optimizers), METHODS[name].team(2)
     train(models, optimizers, 8, 5)
-    for own, (model, optimizer) in (
-        (0, (models[0], optimizers[0])),
-        (1, (models[1], optimizers[1])),
-        (0, (others[0], loaded[0])),
-        (1, (others[1], loaded[1])),
-    ):
-        model.load_state_dict(weights[own])
-        optimizer.load_state_dict(copy.deepcopy(states[own]))
-    train(models, optimizers, 10, 5)
-    train(others, loaded, 10, 5)
-    assert torch.equal(vectors_of(models), vectors_of(others))
+    for pair in teams:
+        for model, optimizer, values, state in zip(*pair, weights, states, strict=True):
+            model.load_state_dict(values)
+            optimizer.load_state_dict(copy.deepcopy(state))
+        train(*pair, 10, 5)
+    assert torch.equal(*(vectors_of(each) for each, _ in teams))
 
 
 @pytest.mark.parametrize("name", WITH_STATE)
@@ -121,19 +108,19 @@ def test_steps_after_a_load_do_not_change_what_was_loaded(name):
     assert plain(snapshots) == before
 
 
-@pytest.mark.parametrize("kind", [Averaged, LocalSGD])
+@pytest.mark.parametrize("kind", [optim.Averaged, optim.LocalSGD])
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_a_state_that_is_loaded_into_the_inner_optimizer_is_the_wrappers(kind, is_copied):
     model = nn.Linear(3, 2)
     optimizer = kind(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), Group())
-    take_steps(model, optimizer, 2)
+    step_on_numbers(model, optimizer, 2)
     if is_copied:
         model, optimizer = copy.deepcopy((model, optimizer))
     optimizer.inner.load_state_dict(copy.deepcopy(optimizer.inner.state_dict()))
     # what a scheduler does
     optimizer.param_groups[0]["lr"] = 0.0
     before = vector_of(model)
-    take_steps(model, optimizer, 1)
+    step_on_numbers(model, optimizer, 1)
     assert torch.equal(vector_of(model), before)
     state = optimizer.state[model.weight]
     assert state is optimizer.inner.state[model.weight]
@@ -184,27 +171,27 @@ def test_states_that_do_not_belong_together_are_an_error():
     train(later, others, 5)
     states, other = states_of(optimizers), states_of(others)
     same = copy.deepcopy(states)
-    resize_state(states, 1, 2)
+    optim.resize_state(states, 1, 2)
     assert repr(states) == repr(same)
     for wrong in (states[:2], states[::-1]):
         with pytest.raises(ValueError, match="give the states of all ranks, in the order of ranks"):
-            resize_state(wrong, 0, 2)
+            optim.resize_state(wrong, 0, 2)
     with pytest.raises(ValueError, match="states of different steps"):
-        resize_state([*states[:2], other[2]], 0, 2)
+        optim.resize_state([*states[:2], other[2]], 0, 2)
 
 
 def test_inner_state_missing_on_one_rank_is_that_of_the_others():
     """AdamW has no state for a parameter before its first gradient."""
     parameters = [[nn.Parameter(torch.ones(1)) for _ in range(2)] for _ in range(2)]
     optimizers = [
-        DiLoCo(torch.optim.AdamW(own), Group(rank, 2), local_steps=9)
+        optim.DiLoCo(torch.optim.AdamW(own), Group(rank, 2), local_steps=9)
         for rank, own in enumerate(parameters)
     ]
     for rank, own in enumerate(parameters):
         own[0].grad = torch.tensor([1.0 + 2 * rank])
         own[1].grad = torch.tensor([5.0]) if rank else None
     lockstep([optimizer.algorithm() for optimizer in optimizers])
-    found = resize_state(states_of(optimizers), 0, 1)["local"]["inner"]["state"]
+    found = optim.resize_state(states_of(optimizers), 0, 1)["local"]["inner"]["state"]
     assert found[0]["exp_avg"].tolist() == pytest.approx([0.2])
     assert found[1]["exp_avg"].tolist() == pytest.approx([0.5])
 
@@ -224,21 +211,16 @@ def test_a_state_of_another_rank_is_rejected(name):
     "name", ["diloco", "co2", "streaming-diloco", "onebit-adam", "diloco quorum"]
 )
 def test_states_of_two_runs_at_the_same_step_are_an_error(name):
-    runs = []
-    for seed in range(2):
-        models, optimizers = METHODS[name].team(3)
-        with torch.no_grad():
-            models[0].table.weight.add_(seed)
-        train(models, optimizers, 6)
-        states = states_of(optimizers)
-        runs.append(
-            [(model.state_dict(), each) for model, each in zip(models, states, strict=True)]
-        )
     models, optimizers = METHODS[name].team(3)
-    for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-        weights, state = runs[rank == 1][rank]
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(state)
+    for seed in range(2):
+        others, theirs = METHODS[name].team(3)
+        with torch.no_grad():
+            others[0].table.weight.add_(seed)
+        train(others, theirs, 6)
+        for rank, state in enumerate(states_of(theirs)):
+            if (rank == 1) == seed:
+                models[rank].load_state_dict(others[rank].state_dict())
+                optimizers[rank].load_state_dict(state)
     with pytest.raises(ValueError, match=r"(?s)content of the loaded state .* on rank 1\n\nhint: "):
         train(models, optimizers, 20, 6)
 
@@ -265,7 +247,7 @@ def test_state_dicts_have_the_layout_of_torchs(name):
     assert torch.equal(again.weight, model.weight)
 
 
-@pytest.mark.parametrize("make", [OneBitAdam, OneBitLamb, ZeroOneAdam])
+@pytest.mark.parametrize("make", [optim.OneBitAdam, optim.OneBitLamb, optim.ZeroOneAdam])
 def test_the_state_of_another_optimizer_is_refused_by_name(make):
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
@@ -276,14 +258,18 @@ def test_the_state_of_another_optimizer_is_refused_by_name(make):
         ValueError, match=r"of torch, with exp_avg, exp_avg_sq, step, not the state"
     ):
         optimizer.load_state_dict(adamw.state_dict())
-    other = next(each for each in (OneBitAdam, ZeroOneAdam) if each is not make)
+    other = next(each for each in (optim.OneBitAdam, optim.ZeroOneAdam) if each is not make)
     state = other([parameter], group=Group()).state_dict()
     with pytest.raises(ValueError, match=f"the state of {other.__name__}, not of {make.__name__}"):
         optimizer.load_state_dict(state)
+    diloco = optim.DiLoCo(torch.optim.AdamW([parameter]), Group(), local_steps=3)
+    assert "local_steps=3" in repr(diloco)
     with pytest.raises(ValueError, match="before wrapping it"):
-        DiLoCo(torch.optim.AdamW([parameter]), Group()).load_state_dict(adamw.state_dict())
+        diloco.load_state_dict(adamw.state_dict())
+    with pytest.raises(ValueError, match="the state of DiLoCo, not of LocalSGD"):
+        optim.LocalSGD(torch.optim.AdamW([parameter]), Group()).load_state_dict(diloco.state_dict())
     with pytest.raises(ValueError, match="not of the inner optimizer"):
-        Averaged(torch.optim.AdamW([parameter]), Group()).load_state_dict(state)
+        optim.Averaged(torch.optim.AdamW([parameter]), Group()).load_state_dict(state)
 
 
 INNER = [
@@ -300,23 +286,16 @@ INNER = [
 def test_averaged_loads_the_states_of_torchs_optimizers_and_they_load_its_own(inner):
     model, optimizers = nn.Linear(3, 2), []
     for _ in range(2):
-        optimizers.append(Averaged(inner(model.parameters()), Group()))
-        take_steps(model, optimizers[-1], 1)
+        optimizers.append(optim.Averaged(inner(model.parameters()), Group()))
+        step_on_numbers(model, optimizers[-1], 1)
     optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
     assert repr(optimizers[1].state_dict()) == repr(optimizers[0].state_dict())
-    take_steps(model, optimizers[1], 1)
+    step_on_numbers(model, optimizers[1], 1)
     plain = inner(model.parameters())
     plain.load_state_dict(optimizers[1].state_dict())
     # its counts stay those of this optimizer
     optimizers[1].load_state_dict(plain.state_dict())
     assert optimizers[1].steps == 2
-
-
-def take_steps(model, optimizer, steps):
-    for step in range(steps):
-        optimizer.zero_grad()
-        model(torch.full((2, 3), step + 1.0)).square().mean().backward()
-        optimizer.step()
 
 
 # --- damage
@@ -431,10 +410,7 @@ def test_a_state_of_other_frozen_parameters_is_refused_if_it_has_compression_err
         models = [nn.Linear(8, 4) for _ in range(2)]
         for model in models:
             model.weight.requires_grad_(not is_frozen)
-        optimizers = [
-            Averaged(torch.optim.SGD(model.parameters(), lr=0.1), Group(rank, 2), compress=Sign())
-            for rank, model in enumerate(models)
-        ]
+        optimizers = METHODS["averaged sign"].optimizers(models)
         lockstep(of_ranks(linear_steps, models, optimizers, steps))
         return models, optimizers
 
@@ -536,10 +512,9 @@ def save_and_load(name, group, folder):
 def copy_and_pickle(name, group):
     """Whether a copy and an unpickled optimizer go on as the original does."""
     model = Everything().float()
-    optimizer = METHODS[name].make(model, group)
-    torch.optim.lr_scheduler.StepLR(optimizer, 100)
-    step_from(model, optimizer, 0, SAVED)
-    pair = model, optimizer
+    pair = model, METHODS[name].make(model, group)
+    torch.optim.lr_scheduler.StepLR(pair[1], 100)
+    step_from(*pair, 0, SAVED)
     pairs = [pair, copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))]
     for each in pairs:
         step_from(*each, SAVED, SAVED + 4)
@@ -643,7 +618,7 @@ def test_a_state_that_is_loaded_during_an_exchange_replaces_its_result(ranks, na
 def test_the_step_of_an_optimizer_unpickled_without_other_ranks_is_an_error():
     group = pickle.loads(pickle.dumps(Group(1, 2, "")))
     parameter = nn.Parameter(torch.ones(3))
-    optimizer = pickle.loads(pickle.dumps(OneBitAdam([parameter], group=group)))
+    optimizer = pickle.loads(pickle.dumps(optim.OneBitAdam([parameter], group=group)))
     assert (optimizer.group.rank, optimizer.group.world_size) == (1, 2)
     with pytest.raises(RuntimeError, match="rank 1 of 2 is not connected"):
         optimizer.step()
@@ -692,12 +667,12 @@ def test_a_distributed_checkpoint_is_converted_for_another_number_of_ranks(
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)["optimizer"]
     states = [torch.load(folder / f"{name} of {rank}", weights_only=True) for rank in range(2)]
     for rank in range(world_size):
-        found = resize_state([whole], rank, world_size)
+        found = optim.resize_state([whole], rank, world_size)
         if name == SHARED:
             # torch has named the parameters
             assert set(found) == {"state", "param_groups"}
             continue
-        expected = resize_state(states, rank, world_size)
+        expected = optim.resize_state(states, rank, world_size)
         # torch has named the parameters of groups
         sections = found.keys() - {"param_groups"}
         assert repr({each: found[each] for each in sorted(sections)}) == repr(

@@ -5,37 +5,20 @@ import pickle
 
 import pytest
 import torch
+from optim import teams
 from optim.clocks import Handed, slow_down
-from optim.teams import (
-    Everything,
-    adamw,
-    all_equal,
-    around,
-    batches,
-    broadcast,
-    finalize,
-    of_ranks,
-    saved,
-    set_gradients,
-    sgd,
-    steps_of,
-    team,
-    train,
-    vector_of,
-    vectors_of,
-)
 from torch import nn
 
 from gcnzc.compress import Dense
 from gcnzc.exchange import Compute, Group, Link, lockstep
-from gcnzc.optim import DiLoCo, StreamingDiLoCo
+from gcnzc.optim import StreamingDiLoCo
 from gcnzc.optim.sync_interval import NUM_MEASURED, WARM_UP
 
 HALF = Dense(torch.float16)
 
 
 def every(steps, **options):
-    return around(StreamingDiLoCo, local_steps=steps, **options)
+    return teams.around(StreamingDiLoCo, local_steps=steps, **options)
 
 
 def by_the_equations(start, gradient, world_size, steps, h, slices, delay, mixing, lr, momentum):
@@ -97,47 +80,33 @@ def slope(worker, step, x):
 def test_it_does_what_the_equations_say(h, parts, delay, mixing, world_size):
     models = [Two() for _ in range(world_size)]
     make = every(h, fragments=parts, delay=delay, mixing=mixing, outer_lr=0.6, outer_momentum=0.8)
-    optimizers = [
-        make(torch.optim.SGD(model.parameters(), lr=0.1), Group(rank, world_size))
-        for rank, model in enumerate(models)
-    ]
+    inner = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)  # noqa: E731
+    optimizers = teams.of_group(models, lambda model, group: make(inner(model), group))
 
     def stepped(rank, model, optimizer):
         for step in range(1, 31):
-            found = torch.tensor(slope(rank, step, vector_of(model).tolist()), dtype=torch.float64)
+            found = torch.tensor(
+                slope(rank, step, teams.vector_of(model).tolist()), dtype=torch.float64
+            )
             model.first.grad, model.second.grad = found[:5].clone(), found[5:].view(2, 3).clone()
             yield from optimizer.algorithm()
 
-    start = vector_of(models[0]).tolist()
+    start = teams.vector_of(models[0]).tolist()
     triples = zip(range(world_size), models, optimizers, strict=True)
     lockstep([stepped(*each) for each in triples])
     slices = [range(11 * p // parts, 11 * (p + 1) // parts) for p in range(parts)]
     right = by_the_equations(start, slope, world_size, 30, h, slices, delay, mixing, 0.6, 0.8)
     expected = torch.tensor(right, dtype=torch.float64)
-    torch.testing.assert_close(vectors_of(models), expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("compress", [Dense(), HALF])
-def test_one_fragment_without_delay_is_diloco_bit_for_bit(compress):
-    options = {"outer_lr": 0.7, "outer_momentum": 0.9, "compress": compress}
-    found = []
-    for make in (
-        every(4, fragments=1, delay=0, mixing=0.0, **options),
-        around(DiLoCo, local_steps=4, **options),
-    ):
-        models, optimizers = team(3, make, adamw)
-        train(models, optimizers, 14)
-        found.append(vectors_of(models))
-    assert torch.equal(*found)
+    torch.testing.assert_close(teams.vectors_of(models), expected, rtol=0, atol=1e-12)
 
 
 def test_memory_is_two_vectors_and_the_pending_fragments():
-    models, optimizers = team(2, every(6, fragments=4, delay=4))
+    models, optimizers = teams.team(2, every(6, fragments=4, delay=4))
     count = sum(each.numel() for each in models[0].parameters() if each.requires_grad)
-    broadcast(optimizers)
+    teams.broadcast(optimizers)
     begins = {round(p * 6 / 4) + 6 * r: p for p in range(4) for r in range(1, 4)}
     for step in range(1, 20):
-        train(models, optimizers, step, step - 1)
+        teams.train(models, optimizers, step, step - 1)
         pending = [begins[each] for each in range(step - 3, step + 1) if each in begins]
         expected = sum(optimizers[0].fragments[p].num_elements for p in pending)
         assert optimizers[0].state_bytes == (2 * count + expected) * 8
@@ -145,8 +114,8 @@ def test_memory_is_two_vectors_and_the_pending_fragments():
 
 def timed(model, optimizer, step_s, steps):
     yield from optimizer.broadcast_model_algorithm()
-    for rows in batches(steps):
-        set_gradients(model, optimizer, rows)
+    for rows in teams.batches(steps):
+        teams.set_gradients(model, optimizer, rows)
         yield Compute(step_s)
         yield from optimizer.algorithm()
 
@@ -154,10 +123,10 @@ def timed(model, optimizer, step_s, steps):
 def test_exchanges_over_a_slow_network_overlap_with_steps():
     seconds = {}
     for delay in (0, 2):
-        models, optimizers = team(2, every(4, fragments=1, delay=delay), dtype=torch.float32)
-        broadcast(optimizers)
+        models, optimizers = teams.team(2, every(4, fragments=1, delay=delay), dtype=torch.float32)
+        teams.broadcast(optimizers)
         size = 4 * sum(each.numel() for each in models[0].parameters() if each.requires_grad)
-        found = lockstep(of_ranks(timed, models, optimizers, 0.1, 12), Link(size / 0.12))
+        found = lockstep(teams.of_ranks(timed, models, optimizers, 0.1, 12), Link(size / 0.12))
         seconds[delay] = max(found.seconds)
     assert seconds[2] == pytest.approx(12 * 0.1)
     assert seconds[0] > 12 * 0.1 + 3 * 0.1
@@ -165,19 +134,19 @@ def test_exchanges_over_a_slow_network_overlap_with_steps():
 
 def test_a_fragment_whose_mean_overflows_changes_nothing():
     make = every(4, fragments=2, delay=1, compress=HALF)
-    models, optimizers = team(2, make, sgd, torch.float32)
-    train(models, optimizers, 3)
+    models, optimizers = teams.team(2, make, teams.sgd, torch.float32)
+    teams.train(models, optimizers, 3)
     kept = [(each.anchor.clone(), each.momentum.clone()) for each in optimizers]
     count = optimizers[0].fragments[0].num_elements
     with torch.no_grad():
         models[0].unused[0] = 1e6
-    train(models, optimizers, 5, 3)
+    teams.train(models, optimizers, 5, 3)
     for (anchor, momentum), optimizer in zip(kept, optimizers, strict=True):
         assert torch.equal(optimizer.anchor, anchor)
         assert torch.equal(optimizer.momentum, momentum)
         assert optimizer.dropped == 1
         assert optimizer.skip_reason.startswith("synchronization skipped: ")
-    train(models, optimizers, 7, 5)
+    teams.train(models, optimizers, 7, 5)
     for (anchor, _), optimizer in zip(kept, optimizers, strict=True):
         # the other fragment is not concerned
         after = optimizer.anchor
@@ -188,20 +157,20 @@ def test_a_fragment_whose_mean_overflows_changes_nothing():
 
 def test_a_single_rank_alone_is_saved_and_copied_with_pending_fragments():
     def step(model, optimizer, number):
-        set_gradients(model, optimizer, batches(number + 1)[number])
+        teams.set_gradients(model, optimizer, teams.batches(number + 1)[number])
         optimizer.step()
 
-    (model,), (optimizer,) = team(1, every(4, fragments=3, delay=3, alone=True))
+    (model,), (optimizer,) = teams.team(1, every(4, fragments=3, delay=3, alone=True))
     for number in range(6):
         step(model, optimizer, number)
     pair = model, optimizer
     pairs = [copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))]
-    (other,), (loaded,) = team(1, every(4, fragments=3, delay=3, alone=True))
-    loaded.load_state_dict(saved(optimizer.state_dict()))
+    (other,), (loaded,) = teams.team(1, every(4, fragments=3, delay=3, alone=True))
+    loaded.load_state_dict(teams.saved(optimizer.state_dict()))
     for each in (pair, (other, loaded), *pairs):
         for number in range(6, 14):
             step(*each, number)
-    assert all_equal([model, other, *(copied for copied, _ in pairs)])
+    assert teams.all_equal([model, other, *(copied for copied, _ in pairs)])
 
 
 # --- fragments
@@ -217,20 +186,20 @@ class Layers(nn.Module):
 
 def sizes_of(model, fragments, **options):
     optimizer = StreamingDiLoCo(
-        sgd(model.parameters()), Group(0, 2), fragments=fragments, **options
+        teams.sgd(model.parameters()), Group(0, 2), fragments=fragments, **options
     )
     return [fragment.num_elements for fragment in optimizer.fragments]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 100])
 def test_fragments_have_nearly_equal_sizes_and_all_elements_are_exchanged(count):
-    sizes = sizes_of(Everything(), count)
+    sizes = sizes_of(teams.Everything(), count)
     assert len(sizes) == count
     assert max(sizes) - min(sizes) <= 1
-    models, optimizers = team(2, every(3, fragments=count, delay=0, mixing=0.0))
-    train(models, optimizers, 8)
-    finalize(optimizers)
-    assert all_equal(models)
+    models, optimizers = teams.team(2, every(3, fragments=count, delay=0, mixing=0.0))
+    teams.train(models, optimizers, 8)
+    teams.finalize(optimizers)
+    assert teams.all_equal(models)
 
 
 def test_fragments_by_module_or_names():
@@ -250,21 +219,16 @@ def test_fragments_by_module_or_names():
 
 
 def test_fragments_by_module_of_tied_and_frozen_parameters_train_in_sync():
-    models = [Everything() for _ in range(2)]
-    optimizers = [
-        StreamingDiLoCo(
-            sgd(model.parameters()),
-            Group(rank, 2),
-            local_steps=3,
-            fragments="modules",
-            module=model,
-        )
-        for rank, model in enumerate(models)
-    ]
+    models = [teams.Everything() for _ in range(2)]
+
+    def make(model, group):
+        return every(3, fragments="modules", module=model)(teams.sgd(model.parameters()), group)
+
+    optimizers = teams.of_group(models, make)
     assert len(optimizers[0].fragments) == 4
-    lockstep(of_ranks(steps_of, models, optimizers, 8))
-    finalize(optimizers)
-    assert all_equal(models)
+    lockstep(teams.of_ranks(teams.steps_of, models, optimizers, 8))
+    teams.finalize(optimizers)
+    assert teams.all_equal(models)
 
 
 # --- measured intervals
@@ -286,16 +250,16 @@ def test_local_steps_and_delay_hide_the_exchanges(exchange_s, delay, expected, t
     def measured(rank):
         optimizer, dues = optimizers[rank], set()
         yield from optimizer.broadcast_model_algorithm()
-        for number, rows in enumerate(batches(WARM_UP + NUM_MEASURED + 100), 1):
+        for number, rows in enumerate(teams.batches(WARM_UP + NUM_MEASURED + 100), 1):
             clocks[rank].wall_s += 1.0
-            set_gradients(models[rank], optimizer, rows)
+            teams.set_gradients(models[rank], optimizer, rows)
             yield from optimizer.algorithm()
             for due in {each.due for each in optimizer.fragments if each.due} - dues:
                 dues.add(due)
                 begun.append((rank, number))
                 delays.append(due - number)
 
-    models, optimizers = team(2, make)
+    models, optimizers = teams.team(2, make)
     for clock, optimizer in zip(clocks, optimizers, strict=True):
         slow_down(optimizer, clock, exchange_s)
     lockstep([measured(rank) for rank in range(2)])

@@ -3,16 +3,7 @@
 import pytest
 import torch
 from exchange.cases import everything, same
-from optim.teams import (
-    Everything,
-    adamw,
-    batches,
-    finalize,
-    of_ranks,
-    set_gradients,
-    steps_of,
-    vector_of,
-)
+from optim import teams
 from processes import results
 from torch import distributed
 
@@ -26,7 +17,7 @@ EVEN, ODD = [0, 2], [1, 3]
 
 def model_of(members):
     """A model of float32, which differs from one subgroup to the other."""
-    model = Everything().float()
+    model = teams.Everything().float()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(members[0])
@@ -39,17 +30,17 @@ def one_bit(model, group):
 
 def streaming(model, group):
     options = {"local_steps": 4, "fragments": 2, "delay": 1}
-    return StreamingDiLoCo(adamw(model.parameters()), group, **options)
+    return StreamingDiLoCo(teams.adamw(model.parameters()), group, **options)
 
 
 def train(make, members, group):
     model = model_of(members)
     optimizer = make(model, group)
-    for rows in batches(STEPS):
-        set_gradients(model, optimizer, rows)
+    for rows in teams.batches(STEPS):
+        teams.set_gradients(model, optimizer, rows)
         optimizer.step()
     optimizer.finalize()
-    return vector_of(model)
+    return teams.vector_of(model)
 
 
 def share_in(group):
@@ -93,9 +84,9 @@ def test_two_subgroups_of_four_processes_train_by_themselves(tmp_path):
         for make in (one_bit, streaming):
             models = [model_of(members) for _ in members]
             optimizers = [make(model, Group(rank, 2)) for rank, model in enumerate(models)]
-            lockstep(of_ranks(steps_of, models, optimizers, STEPS))
-            finalize(optimizers)
-            expected.append(vector_of(models[0]))
+            lockstep(teams.of_ranks(teams.steps_of, models, optimizers, STEPS))
+            teams.finalize(optimizers)
+            expected.append(teams.vector_of(models[0]))
         for rank, member in enumerate(members):
             answers, values, (near, apart) = found[member]
             assert all(map(close, answers, right[rank]))

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from optim.teams import finalize, step_all
+from optim.teams import finalize, of_group, step_all
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gcnzc.compress import Blocks, Sign
-from gcnzc.exchange import Group
 from gcnzc.optim import OneBitAdam, ZeroOneAdam
 
 STEPS = 60
@@ -26,10 +25,10 @@ class Normalized(nn.Sequential):
 def test_a_bias_before_batch_normalization_stays_small(kind, compress):
     models = [Normalized() for _ in range(2)]
     options = {"compress": compress, "total_steps": STEPS}
-    optimizers = [
-        kind(model.parameters(), 0.01, group=Group(rank, 2), module=model, **options)
-        for rank, model in enumerate(models)
-    ]
+    optimizers = of_group(
+        models,
+        lambda model, group: kind(model.parameters(), 0.01, group=group, module=model, **options),
+    )
     for step in range(STEPS):
         for rank, model in enumerate(models):
             generator = torch.Generator().manual_seed(100 * step + rank)

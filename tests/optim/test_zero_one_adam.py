@@ -1,17 +1,14 @@
-"""0/1 Adam: its schedule, its steps against plain loops, inactive rows, DeepSpeed's variant."""
+"""0/1 Adam: its schedule, its steps against plain loops, inactive rows."""
 
 import math
 from itertools import pairwise
 
 import pytest
 import torch
-from optim.oracle import fixture, followed
-from optim.teams import all_equal, step_all, vector_of
+from optim.teams import all_equal, of_group, step_all, vector_of
 from torch import nn
 
-from bench.network.deepspeed_oracles import DeepSpeedSchedule, ZeroOneAdamDeepSpeed
 from gcnzc.compress import Dense, Sign
-from gcnzc.exchange import Group
 from gcnzc.optim import ZeroOneAdam, ZeroOneSchedule
 
 # refreshes 1 2 3 5 7, agreements 4 6 8 9 10, then windows of 2 from 11 and of 4 from 15
@@ -40,10 +37,9 @@ def made(world_size, dtype=torch.float64, **options):
 
 def optimizers_of(models, **options):
     options = {"lr": 0.01, "schedule": SHORT, **options}
-    return [
-        ZeroOneAdam(model.parameters(), group=Group(rank, len(models)), **options)
-        for rank, model in enumerate(models)
-    ]
+    return of_group(
+        models, lambda model, group: ZeroOneAdam(model.parameters(), group=group, **options)
+    )
 
 
 def differentiate(models, step):
@@ -187,15 +183,12 @@ def test_an_excluded_group_is_exchanged_at_every_step(dtype):
     models = [Rows(torch.float32) for _ in range(2)]
     for model in models:
         model.second.data = model.second.data.to(dtype)
-    optimizers = [
-        ZeroOneAdam(
-            [{"params": [model.first]}, {"params": [model.second], "compress": False}],
-            lr=0.01,
-            schedule=SHORT,
-            group=Group(rank, 2),
-        )
-        for rank, model in enumerate(models)
-    ]
+
+    def make(model, group):
+        groups = [{"params": [model.first]}, {"params": [model.second], "compress": False}]
+        return ZeroOneAdam(groups, lr=0.01, schedule=SHORT, group=group)
+
+    optimizers = of_group(models, make)
     for step in range(1, 25):
         kind = optimizers[0].exchange
         outcome = train(models, optimizers, step, step - 1)
@@ -321,28 +314,3 @@ def test_gradient_steps_become_rare_if_rows_are_reactivated_continually():
     # all have joined that had a gradient before the last of them
     assert bool((models[0].table[1::2] != 1).any(dim=1).all())
     assert models[0].table.abs().max() < 1.5
-
-
-# --- DeepSpeed's variant
-
-
-def test_deepspeeds_trajectory_is_followed():
-    recorded = fixture("zerooneadam")
-    hyper = recorded["hyper"]
-    names = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
-
-    def make(parameters, group):
-        return ZeroOneAdamDeepSpeed(
-            parameters,
-            hyper["lr"],
-            tuple(hyper["betas"]),
-            weight_decay=hyper["weight_decay"],
-            schedule=DeepSpeedSchedule(*(hyper[name] for name in names)),
-            group=group,
-        )
-
-    differences = {step + 1: difference for step, _, difference in followed(recorded, make)}
-    assert len(differences) == 29
-    # roundings of elements near 1, with processors that fuse a product and a sum or do not
-    assert max(differences.values()) <= 1e-6
-    assert differences[2] == differences[3] == 0
