@@ -16,10 +16,14 @@ class HasEdges(Protocol):
     """A sampled subgraph with several types of edges; see `HeteroBatch`."""
 
     nodes: dict[str, Tensor]
-    row: dict[EdgeType, Tensor]
-    col: dict[EdgeType, Tensor]
+    indptr: dict[EdgeType, Tensor]
+    indices: dict[EdgeType, Tensor]
+    reordered: dict[EdgeType, Tensor]
     edge_ids: dict[EdgeType, Tensor] | None
     num_edges: dict[EdgeType, tuple[int, ...]] | None
+
+    def edge_index(self, edge_type: EdgeType) -> Tensor:
+        """Return the (2, E_r) rows and columns of an edge type."""
 
 
 def find_reverse(edge_type: EdgeType, edge_types: Mapping[EdgeType, object]) -> EdgeType | None:
@@ -44,25 +48,29 @@ def to_bidirectional(batch: HasEdges) -> None:
     Duplicate edges are merged, edges are sorted by destination and source, and have no ids any
     more. Edge types without a reverse type stay as they are.
     """
-    row, col = dict(batch.row), dict(batch.col)
-    for edge_type in batch.row:
-        reverse = find_reverse(edge_type, batch.row)
+    edges = {each: batch.edge_index(each) for each in batch.indptr}
+    merged = dict(edges)
+    for edge_type in edges:
+        reverse = find_reverse(edge_type, edges)
         # the type with the prefix gets its edges along with the type that it reverses
         if edge_type[1].startswith(REVERSE) or reverse is None:
             continue
         num_sources = max(len(batch.nodes[edge_type[0]]), 1)
-        sources = torch.cat([batch.row[edge_type], batch.col[reverse]])
-        targets = torch.cat([batch.col[edge_type], batch.row[reverse]])
-        keys = torch.unique(targets * num_sources + sources)
-        row[edge_type], col[edge_type] = keys % num_sources, keys // num_sources
+        row, col = torch.cat([edges[edge_type], edges[reverse].flip(0)], dim=1)
+        keys = torch.unique(col * num_sources + row)
+        merged[edge_type] = torch.stack([keys % num_sources, keys // num_sources])
         changed = [edge_type]
         if reverse[1].startswith(REVERSE):
-            row[reverse], col[reverse] = col[edge_type], row[edge_type]
+            merged[reverse] = merged[edge_type].flip(0)
             changed.append(reverse)
         for each in changed:
             if batch.edge_ids is not None:
                 batch.edge_ids.pop(each, None)
-    batch.row, batch.col, batch.num_edges = row, col, None
+    batch.reordered, batch.num_edges = merged, None
+    for edge_type, (row, col) in merged.items():
+        counts = torch.bincount(col, minlength=len(batch.nodes[edge_type[2]]))
+        batch.indptr[edge_type] = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        batch.indices[edge_type] = row[col.argsort(stable=True)].int()
 
 
 def merge_reverses(

@@ -26,9 +26,16 @@ from torch import Tensor
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
 from gcnzc.graph.hetero.times import as_times
 from gcnzc.kernels.buffers import Allocate, Pool
-from gcnzc.kernels.sample.hetero import HeteroOptions, HeteroSample, HeteroWorkspace, sample_hetero
-from gcnzc.kernels.sample.hetero import InvalidColumn as _InvalidColumn
-from gcnzc.kernels.sample.hetero_graph import HeteroTables, Relation
+from gcnzc.kernels.sample import HopSampler, Options, Sample
+from gcnzc.kernels.sample.graph import (
+    RELATION_KEY,
+    TYPE_KEY,
+    GraphTables,
+    InvalidColumn,
+    Relation,
+    derive_key,
+)
+from gcnzc.kernels.structure.csc import csc_to_coo
 from gcnzc.kernels.structure.relation_columns import InvalidEdge, RelationEdges, merge_relations
 from gcnzc.sampling.batch import CopyTensors
 from gcnzc.sampling.bidirectional import to_bidirectional
@@ -276,7 +283,7 @@ def build_hetero_blocks(
     Raises:
         ValueError: the minibatch has no hops, or an edge has a position out of range.
     """
-    metadata = _metadata(tuple(batch.nodes), tuple(batch.row))
+    metadata = _metadata(tuple(batch.nodes), tuple(batch.indptr))
     found = [tuple(accumulate(batch.num_nodes[name])) for name in metadata.node_types]
     # the nodes known before each hop, and in the end
     known = tuple(zip(*found, strict=True))
@@ -285,22 +292,14 @@ def build_hetero_blocks(
         raise ValueError(f"{batch} has no hops\n\nhint: sample with one fanout for each layer")
     blocks: list[HeteroBlock] = []
     for hop in reversed(range(num_hops)):
-        relations = []
+        num_src, num_dst = known[hop + 1], known[hop]
         if batch.num_edges is None:
             if 0 < hop < num_hops - 1:
                 blocks.append(blocks[-1])
                 continue
-            num_src, num_dst, num_known = known[-1], known[-1] if hop else known[0], known[-1]
-        else:
-            num_src, num_dst, num_known = known[hop + 1], known[hop], known[hop]
-        for edge_type in metadata.edge_types:
-            begin, end = 0, len(batch.row[edge_type])
-            if batch.num_edges is not None:
-                counts = batch.num_edges[edge_type]
-                begin, end = 0 if batch.once else sum(counts[:hop]), sum(counts[: hop + 1])
-            part = slice(begin, end)
-            relations.append((batch.row[edge_type][part], batch.col[edge_type][part], None))
-        blocks.append(_merge(metadata, relations, num_src, num_dst, num_known, empty))
+            num_src, num_dst = known[-1], known[-1] if hop else known[0]
+        relations = [batch.csc(each, hop) for each in metadata.edge_types]
+        blocks.append(_merge(metadata, relations, num_src, num_dst, empty))
     return tuple(blocks)
 
 
@@ -334,46 +333,41 @@ def build_full_hetero_blocks(
     unknown = sorted(last - set(metadata.node_types))
     if unknown:
         raise ValueError(f"targets has the node type {unknown[0]!r}, which the graph does not have")
-    relations = [
-        (graph.edges(each).indices, None, graph.edges(each).indptr) for each in graph.edge_types
-    ]
+    relations = [(graph.edges(each).indptr, graph.edges(each).indices) for each in graph.edge_types]
     last_sizes = tuple(
         size if name in last else 0 for name, size in zip(metadata.node_types, sizes, strict=True)
     )
-    final = _merge(metadata, relations, sizes, last_sizes, sizes).to(device)
+    final = _merge(metadata, relations, sizes, last_sizes).to(device)
     if num_layers == 1:
         return (final,)
     if last_sizes == sizes:
         return (final,) * num_layers
-    inner = _merge(metadata, relations, sizes, sizes, sizes).to(device)
+    inner = _merge(metadata, relations, sizes, sizes).to(device)
     return (*[inner] * (num_layers - 1), final)
 
 
 def _merge(
     metadata: HeteroMetadata,
-    relations: Sequence[tuple[Tensor, Tensor | None, Tensor | None]],
+    relations: Sequence[tuple[Tensor, Tensor]],
     num_src: tuple[int, ...],
     num_dst: tuple[int, ...],
-    num_known: tuple[int, ...],
     empty: Allocate | None = None,
 ) -> HeteroBlock:
-    """Return the block of relations, each given as rows, and columns or offsets."""
+    """Return the block of relations, each given as offsets and sources."""
     types = {name: t for t, name in enumerate(metadata.node_types)}
     rows = _offsets(num_src)
     columns = _offsets(_products(num_dst, metadata.edge_types_in))
     pairs = _offsets(_products(num_src, metadata.edge_types_out))
     edges = []
-    for r, (row, col, indptr) in enumerate(relations):
+    for r, (indptr, indices) in enumerate(relations):
         source, _, destination = metadata.edge_types[r]
         s, d = types[source], types[destination]
         into, out = metadata.edge_types_in[d], metadata.edge_types_out[s]
         edges.append(
             RelationEdges(
-                row=row,
-                col=col,
                 indptr=indptr,
+                indices=indices,
                 num_src=num_src[s],
-                num_known=num_known[d],
                 num_dst=num_dst[d],
                 first_row=rows[s],
                 first_pair=pairs[s],
@@ -388,10 +382,9 @@ def _merge(
         merged = merge_relations(edges, columns[-1], rows[-1], pairs[-1], empty=empty)
     except InvalidEdge as error:
         edge_type, own = metadata.edge_types[error.relation], edges[error.relation]
-        end = "" if own.col is None else f" to {int(own.col[error.edge])}"
         raise ValueError(
-            f"edge type {edge_type} has an edge from {int(own.row[error.edge])}{end}, but its "
-            f"block has {own.num_src} sources and {own.num_known} destinations"
+            f"edge type {edge_type} has an edge from {int(own.indices[error.edge])}, but its "
+            f"block has {own.num_src} sources"
         ) from None
     return HeteroBlock(merged.indptr, merged.indices, merged.pairs, num_src, num_dst, metadata)
 
@@ -421,10 +414,12 @@ class HeteroBatch:
         nodes: for each node type (B_t,) node ids: the seeds, then the other nodes in the order in
             which they were found. In disjoint subgraphs each has its own copy of a node.
         seeds: for each node type of the seeds (S_t,) ids, a view of `nodes`.
-        row: for each edge type (E_r,) positions of the sources in `nodes` of their type.
-        col: for each edge type (E_r,) positions of the destinations. With directional subgraphs,
-            the edges of a hop are in the order of their destinations, and destinations of
-            later hops come later, so `col` does not decrease.
+        indptr: for each edge type int64 offsets of the in-edges of its destinations in `indices`.
+            With `once`, and for induced and bidirectional subgraphs, they are those of one CSC, and
+            the edges of the first hops are a prefix of it. Otherwise each hop has offsets for all
+            destinations that are known before it, one after another. See `csc`.
+        indices: for each edge type (E_r,) int32 positions of the sources in `nodes` of their type,
+            in the order of hops and destinations.
         edge_ids: for each edge type (E_r,) edge ids in the graph; None if they are not returned.
             In bidirectional subgraphs without the edge types whose edges were merged.
         num_nodes: for each node type L + 1 numbers: of the seeds, and of the nodes that each hop
@@ -445,6 +440,8 @@ class HeteroBatch:
             for negatives.
         pairs: for link prediction (2, P) positions of the pairs to score: of their sources in
             `nodes` of the source type, and of their destinations in `nodes` of theirs.
+        reordered: for bidirectional subgraphs (2, E_r) rows and columns of each edge type in the
+            order of PyG; see `edge_index`.
         items: the elements of the loader's `seeds` in this minibatch, on the host.
         spans: start, end and thread of the work of the loader's threads.
         stages: timed work on CUDA streams, finished or pending.
@@ -452,8 +449,8 @@ class HeteroBatch:
 
     nodes: dict[str, Tensor]
     seeds: dict[str, Tensor]
-    row: dict[EdgeType, Tensor]
-    col: dict[EdgeType, Tensor]
+    indptr: dict[EdgeType, Tensor]
+    indices: dict[EdgeType, Tensor]
     edge_ids: dict[EdgeType, Tensor] | None
     num_nodes: dict[str, tuple[int, ...]]
     num_edges: dict[EdgeType, tuple[int, ...]] | None
@@ -465,9 +462,27 @@ class HeteroBatch:
     x: dict[str, Tensor] | None = None
     y: Tensor | None = None
     pairs: Tensor | None = None
+    reordered: dict[EdgeType, Tensor] = field(default_factory=dict)
     items: Tensor | None = None
     spans: list[Span] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)
+
+    @property
+    def row(self) -> dict[EdgeType, Tensor]:
+        """For each edge type (E_r,) int64 positions of the sources in `nodes` of their type."""
+        return {each: edges[0] for each, edges in self._edge_indices.items()}
+
+    @property
+    def col(self) -> dict[EdgeType, Tensor]:
+        """For each edge type (E_r,) int64 positions of the destinations in `nodes` of their type.
+
+        With directional subgraphs, the edges of a hop are in the order of their destinations.
+        """
+        return {each: edges[1] for each, edges in self._edge_indices.items()}
+
+    @cached_property
+    def _edge_indices(self) -> dict[EdgeType, Tensor]:
+        return {each: self.edge_index(each) for each in self.indptr}
 
     def to(self, device: torch.device | str) -> "HeteroBatch":
         """Return a copy whose tensors but `items` are on `device`; it waits for the copies."""
@@ -496,8 +511,9 @@ class HeteroBatch:
             copy: returns copies of tensors of one dtype.
         """
         blocks = {id(block): block for block in self.blocks}
-        given: list[Tensor] = [*self.row.values(), *self.col.values()]
+        given: list[Tensor] = [*self.indptr.values(), *self.indices.values()]
         given += [*(self.edge_ids or {}).values(), *(self.subgraphs or {}).values()]
+        given += self.reordered.values()
         given += [] if self.seed_times is None else [self.seed_times]
         for block in blocks.values():
             given += [block.indptr, block.indices, block.pairs]
@@ -524,8 +540,9 @@ class HeteroBatch:
             self,
             nodes=dict(nodes),
             seeds={name: nodes[name][: len(own)] for name, own in self.seeds.items()},
-            row=copied(self.row),
-            col=copied(self.col),
+            indptr=copied(self.indptr),
+            indices=copied(self.indices),
+            reordered=copied(self.reordered),
             edge_ids=None if self.edge_ids is None else copied(self.edge_ids),
             subgraphs=None if self.subgraphs is None else copied(self.subgraphs),
             seed_times=None if self.seed_times is None else copies[id(self.seed_times)],
@@ -539,25 +556,89 @@ class HeteroBatch:
         """Set `x` to the features by node type."""
         self.x = dict(x)
 
-    def edge_index(self, edge_type: EdgeType) -> Tensor:
-        """Return the (2, E_r) rows and columns of an edge type, as PyG's `edge_index`."""
-        return torch.stack([self.row[edge_type], self.col[edge_type]])
+    def edge_index(self, edge_type: EdgeType, empty: Allocate | None = None) -> Tensor:
+        """Return the (2, E_r) int64 rows and columns of an edge type, as PyG's `edge_index`.
 
-    def csc(self, edge_type: EdgeType) -> tuple[Tensor, Tensor]:
-        """Return the edges of an edge type in CSC format, for directional subgraphs.
+        Args:
+            edge_type: the edge type.
+            empty: allocates the result, on the host.
+        """
+        if edge_type in self.reordered:
+            return self.reordered[edge_type]
+        num_edges, device = len(self.indices[edge_type]), self.indices[edge_type].device
+        size = 2 * num_edges
+        out = (
+            torch.empty(size, dtype=torch.int64, device=device)
+            if empty is None
+            else empty(size, torch.int64)
+        )
+        out, begin = out.view(2, num_edges), 0
+        for hop in (-1,) if self.is_prefix else range(len(self.num_nodes[edge_type[2]]) - 1):
+            indptr, indices = self.csc(edge_type, hop)
+            own = out[:, begin : begin + len(indices)]
+            if device.type == "cpu":
+                csc_to_coo(indptr, indices, own)
+            else:
+                own[0] = indices
+                own[1] = torch.repeat_interleave(indptr.diff(), output_size=len(indices))
+            begin += len(indices)
+        return out
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether the edges of an edge type are one CSC, of which those of a hop are a prefix."""
+        return self.once or self.num_edges is None
+
+    def csc(self, edge_type: EdgeType, hop: int = -1) -> tuple[Tensor, Tensor]:
+        """Return edges of an edge type in CSC format.
+
+        Args:
+            edge_type: the edge type.
+            hop: number of a hop, -1 for the last one. The edges are those into the nodes that were
+                known before the hop: of this hop, and with `once` also those of earlier hops.
+                Induced and bidirectional subgraphs have all edges at each hop.
 
         Returns:
-            `indptr` (B_dst + 1,) int64 and `indices` (E_r,) int32 positions of the sources.
+            `indptr` (destinations + 1,) int64 and `indices` int32 positions of the sources.
         """
-        counts = torch.bincount(self.col[edge_type], minlength=len(self.nodes[edge_type[2]]))
-        indptr = counts.new_zeros(len(counts) + 1)
-        torch.cumsum(counts, 0, out=indptr[1:])
-        return indptr, self.row[edge_type].int()
+        indptr, indices = self.indptr[edge_type], self.indices[edge_type]
+        if self.num_edges is None:
+            return indptr, indices
+        num_dst = [*accumulate(self.num_nodes[edge_type[2]])]
+        num_edges = [0, *accumulate(self.num_edges[edge_type])]
+        hop = range(len(num_dst) - 1)[hop]
+        first = 0 if self.once else sum(num_dst[:hop]) + hop
+        begin = 0 if self.once else num_edges[hop]
+        return indptr[first : first + num_dst[hop] + 1], indices[begin : num_edges[hop + 1]]
+
+    def keep_edges(self, edge_type: EdgeType, kept: Tensor, empty: Allocate) -> None:
+        """Remove edges of a type from a directional subgraph.
+
+        Args:
+            edge_type: the edge type.
+            kept: (E_r,) bool.
+            empty: allocates the remaining edges.
+        """
+        assert self.num_edges is not None, "not a directional subgraph"
+        numbers = [int(own.sum()) for own in kept.split(list(self.num_edges[edge_type]))]
+        # the removed edges before each edge
+        removed = torch.cat([kept.new_zeros(1, dtype=torch.int64), (~kept).cumsum(0)])
+        offsets, begin = [], 0
+        for hop in (-1,) if self.is_prefix else range(len(numbers)):
+            indptr, indices = self.csc(edge_type, hop)
+            offsets.append(indptr - (removed[begin + indptr] - removed[begin]))
+            begin += len(indices)
+        self.indptr[edge_type] = torch.cat(offsets)
+        self.num_edges[edge_type] = tuple(numbers)
+        for each in (self.indices, self.edge_ids or {}):
+            if edge_type in each:
+                out = empty(sum(numbers), each[edge_type].dtype)
+                each[edge_type] = torch.masked_select(each[edge_type], kept, out=out)
 
     def __repr__(self) -> str:
         """Return the numbers of nodes and edges, without their ids."""
         nodes = ", ".join(f"{name}={len(ids)}" for name, ids in self.nodes.items())
-        edges = ", ".join(f"{name}={len(row)}" for name, row in self.row.items())
+        edges = ", ".join(f"{name}={len(own)}" for name, own in self.indices.items())
         return f"HeteroBatch(nodes: {nodes}; edges: {edges})"
 
 
@@ -634,7 +715,7 @@ class HeteroSampler:
                 f"weighted is True, but no edge type of {graph} has weights\n\n"
                 "hint: from_pyg(data, weight_attr='weight'), or weight= of the edges"
             )
-        self.options = HeteroOptions(
+        options = Options(
             fanouts=tuple(zip(*self.fanouts.values(), strict=True)),
             replace=check_flag("replace", replace),
             temporal=temporal,
@@ -644,11 +725,14 @@ class HeteroSampler:
             edge_ids=check_flag("edge_ids", edge_ids),
         )
         self.pool = Pool()
-        # workspaces that no thread is using; `append` and `pop` of a list are atomic
-        self._idle: list[HeteroWorkspace] = []
-        self._tables = self._make_tables()
+        self._hops = HopSampler(self._make_tables(), options)
 
-    def _make_tables(self) -> HeteroTables:
+    @property
+    def options(self) -> Options:
+        """How the kernels sample."""
+        return self._hops.options
+
+    def _make_tables(self) -> GraphTables:
         graph = self.graph
         numbers = {name: number for number, name in enumerate(graph.node_types)}
         relations = []
@@ -663,6 +747,7 @@ class HeteroSampler:
                     numbers[edge_type[2]],
                     store.indptr,
                     store.indices,
+                    derive_key(self.seed, RELATION_KEY, *edge_type),
                     store.edge_ids,
                     edge_time,
                     node_time,
@@ -670,16 +755,17 @@ class HeteroSampler:
                 )
             )
         sizes = [graph.num_nodes(name) for name in graph.node_types]
-        return HeteroTables(sizes, graph.node_types, relations, graph.edge_types, self.seed)
+        type_keys = [derive_key(self.seed, TYPE_KEY, name) for name in graph.node_types]
+        return GraphTables(sizes, relations, type_keys)
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has its own buffer pool and workspaces, and its arrays have other addresses
-        return self.__dict__ | {"pool": None, "_idle": [], "_tables": None}
+        return self.__dict__ | {"pool": None, "_hops": self.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.pool = Pool()
-        self._tables = self._make_tables()
+        self._hops = HopSampler(self._make_tables(), state["_hops"])
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -735,23 +821,15 @@ class HeteroSampler:
             raise ValueError("seed_times are given, but the sampler ignores times")
         numbers, excluded = self.graph.node_types, self._positions(exclude or {})
         try:
-            workspace = self._idle.pop()
-        except IndexError:
-            workspace = HeteroWorkspace()
-        try:
-            sampled = sample_hetero(
-                self._tables,
-                self.options,
+            sampled = self._hops.sample(
                 [(numbers.index(name), ids) for name, ids in given.items()],
                 epoch,
                 seed_times=times,
                 excluded=excluded,
-                workspace=workspace,
                 empty=self.pool.empty,
             )
-        except _InvalidColumn as error:
+        except InvalidColumn as error:
             raise self._damage(error) from None
-        self._idle.append(workspace)
         batch = self._to_batch(sampled, given, times)
         if self.subgraph_type == "bidirectional":
             to_bidirectional(batch)
@@ -817,30 +895,39 @@ class HeteroSampler:
         return torch.cat(parts)
 
     def _to_batch(
-        self, sampled: HeteroSample, seeds: Mapping[str, Tensor], times: Tensor | None
+        self, sampled: Sample, seeds: Mapping[str, Tensor], times: Tensor | None
     ) -> HeteroBatch:
         node_types, edge_types = self.graph.metadata()
         nodes = dict(zip(node_types, sampled.nodes, strict=True))
-        ids, num_edges, subgraphs = sampled.edge_ids, sampled.num_edges, sampled.subgraphs
+        ids, subgraphs = sampled.edge_ids, sampled.subgraphs
+        zeros = [0] * len(node_types)
+        num_nodes = _differences([zeros, *sampled.num_nodes])
+        num_edges = None if self.options.induced else _differences(sampled.num_edges)
         return HeteroBatch(
             nodes=nodes,
             seeds={name: nodes[name][: len(own)] for name, own in seeds.items()},
-            row=dict(zip(edge_types, sampled.rows, strict=True)),
-            col=dict(zip(edge_types, sampled.cols, strict=True)),
+            indptr=dict(zip(edge_types, sampled.indptr, strict=True)),
+            indices=dict(zip(edge_types, sampled.indices, strict=True)),
             edge_ids=None if ids is None else dict(zip(edge_types, ids, strict=True)),
-            num_nodes=dict(zip(node_types, sampled.num_nodes, strict=True)),
+            num_nodes=dict(zip(node_types, num_nodes, strict=True)),
             num_edges=None if num_edges is None else dict(zip(edge_types, num_edges, strict=True)),
             subgraphs=None if subgraphs is None else dict(zip(node_types, subgraphs, strict=True)),
             seed_times=times,
             once=self.options.once,
         )
 
-    def _damage(self, error: _InvalidColumn) -> ValueError:
+    def _damage(self, error: InvalidColumn) -> ValueError:
         edge_type, folder = self.graph.edge_types[error.relation], self.graph.folder
         hint = "graph.check() says which value is out of range"
         if folder is not None:
             hint = f"`gcnzc info {folder} --verify` reports which file is damaged"
         return ValueError(
             f"edge type {edge_type} has offsets or sources out of range among the in-edges of "
-            f"{edge_type[2]!r} node {error.node} or of nodes sampled after it\n\nhint: {hint}"
+            f"{edge_type[2]!r} node {error.node}: {error.wrong}\n\nhint: {hint}"
         )
+
+
+def _differences(counts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Return for each type the differences between consecutive counts of all types."""
+    own = zip(*counts, strict=True)
+    return [tuple(after - before for before, after in pairwise(each)) for each in own]

@@ -272,20 +272,12 @@ class HeteroLinkSampler:
         """Remove the seed edges of a minibatch from its sampled edges."""
         for edge_type, is_reverse in self._excluded():
             ends = positives.flip(0) if is_reverse else positives
-            row, col = batch.row[edge_type], batch.col[edge_type]
+            row, col = batch.edge_index(edge_type)
             count = self.graph.num_nodes(edge_type[2])
             keys = batch.nodes[edge_type[0]][row] * count + batch.nodes[edge_type[2]][col]
             kept = torch.isin(keys, ends[0] * count + ends[1], invert=True)
-            if bool(kept.all()):
-                continue
-            assert batch.num_edges is not None, "the constructor requires directional subgraphs"
-            numbers = [int(own.sum()) for own in kept.split(list(batch.num_edges[edge_type]))]
-            batch.num_edges[edge_type] = tuple(numbers)
-            given = [batch.row, batch.col]
-            given += [] if batch.edge_ids is None else [batch.edge_ids]
-            for each in given:
-                out = self.pool.empty(sum(numbers), torch.int64)
-                each[edge_type] = torch.masked_select(each[edge_type], kept, out=out)
+            if not bool(kept.all()):
+                batch.keep_edges(edge_type, kept, self.pool.empty)
 
     def _check_edges(self, edges: Any) -> Tensor:
         name = f"edges of {self.edge_type}"

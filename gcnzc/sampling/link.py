@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.buffers import Pool
-from gcnzc.kernels.sample.exclude import ExcludedEdges, exclude_edges, is_sorted, sort_columns
+from gcnzc.kernels.sample.exclude import find_edges, is_sorted, sort_columns
 from gcnzc.kernels.sample.negatives import in_batch_negatives, sample_negatives
 from gcnzc.sampling.batch import Batch, Block
 from gcnzc.sampling.neighbor import Sampler, check_graph, check_range
@@ -167,8 +167,7 @@ class LinkSampler:
         negatives = self._sample_negatives(positives, items, epoch)
         pairs = torch.cat([positives, negatives], dim=1)
         nodes, positions = pairs.unique(return_inverse=True)
-        excluded = self._excluded_edges(positives, nodes, positions[:, : len(items)])
-        batch = self._sampler.sample(nodes, epoch, excluded)
+        batch = self._sampler.sample(nodes, epoch, self._excluded_edges(positives))
         if batch.blocks[0].graph is not self.graph:
             batch.blocks = tuple(self._restore_graph(block) for block in batch.blocks)
         batch.pairs = positions
@@ -199,21 +198,14 @@ class LinkSampler:
             )
         )
 
-    def _excluded_edges(
-        self, positives: Tensor, nodes: Tensor, positions: Tensor
-    ) -> ExcludedEdges | None:
+    def _excluded_edges(self, positives: Tensor) -> Tensor | None:
         if self.exclude == "none":
             return None
-        sources, columns = positives[0], positions[1]
+        sources, targets = positives
         if self.exclude == "reverse":
-            sources, columns = positives.flatten(), positions.flip(0).flatten()
-        return exclude_edges(
-            self._sorted.indptr.numpy(),
-            self._sorted.indices.numpy(),
-            nodes.numpy(),
-            columns.numpy(),
-            sources.numpy(),
-        )
+            sources, targets = positives.flatten(), positives.flip(0).flatten()
+        indptr, indices = self._sorted.indptr.numpy(), self._sorted.indices.numpy()
+        return torch.from_numpy(find_edges(indptr, indices, sources.numpy(), targets.numpy()))
 
 
 def check_edges(edges: Tensor, num_nodes: int) -> Tensor:

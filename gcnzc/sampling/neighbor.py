@@ -5,12 +5,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from gcnzc.graph.graph import Graph, damage_error
 from gcnzc.kernels.buffers import Pool
-from gcnzc.kernels.sample import MAX_DEGREE, InvalidGraph, Workspace, sample
-from gcnzc.kernels.sample.exclude import ExcludedEdges
+from gcnzc.kernels.sample import HopSampler, Options
+from gcnzc.kernels.sample.graph import InvalidColumn, one_type_tables
 from gcnzc.sampling.batch import Batch, Block
 from gcnzc.system.arguments import (
     IdsLike,
@@ -76,21 +78,33 @@ class Sampler:
         self.fanouts = check_fanouts("fanouts", fanouts)
         self.seed = check_seed("seed", seed)
         self.edge_ids = check_flag("edge_ids", edge_ids)
-        _check_degrees(graph)
         self.pool = Pool()
-        # workspaces that no thread is using; `append` and `pop` of a list are atomic
-        self._idle: list[Workspace] = []
+        self._hops = self._make_hops()
+
+    def _make_hops(self) -> HopSampler:
+        options = Options(
+            tuple((fanout,) for fanout in reversed(self.fanouts)),
+            once=False,
+            edge_ids=self.edge_ids,
+            own_loops=True,
+        )
+        tables = one_type_tables(self.graph.indptr, self.graph.indices, self.seed)
+        return HopSampler(tables, options)
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy has its own buffer pool and workspaces
-        return self.__dict__ | {"pool": Pool(), "_idle": []}
+        # a copy has its own buffer pool and workspaces, and its arrays have other addresses
+        return self.__dict__ | {"pool": None, "_hops": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.pool, self._hops = Pool(), self._make_hops()
 
     @property
     def settings(self) -> dict[str, Any]:
         """Options that determine the sampled neighbours, for the loader's state dict."""
         return {"fanouts": list(self.fanouts), "sampler_seed": self.seed}
 
-    def sample(self, seeds: IdsLike, epoch: int, without: ExcludedEdges | None = None) -> Batch:
+    def sample(self, seeds: IdsLike, epoch: int, without: IdsLike | None = None) -> Batch:
         """Sample the neighbourhood of `seeds`.
 
         Args:
@@ -99,8 +113,7 @@ class Sampler:
                 source is that seed refer to its first row, except for self loops, which refer to
                 the row of their destination.
             epoch: in [0, 2**32); the sampled neighbours differ between epochs.
-            without: edges to exclude from the in-edges of the seeds, at every hop; see
-                `gcnzc.kernels.sample.exclude`. Requires distinct seeds.
+            without: positions in `graph.indices` of edges that are not sampled at any hop.
 
         Returns:
             A minibatch without features and labels. Its buffers return to `pool` when nothing
@@ -108,45 +121,46 @@ class Sampler:
 
         Raises:
             TypeError: seeds or epoch have the wrong type.
-            ValueError: a seed is not a node id, the epoch is out of range, or the graph has an
-                invalid offset or source, see `Graph.check`.
+            ValueError: a seed is not a node id, `without` has a position that is not an edge, the
+                epoch is out of range, or the graph has an invalid offset or source, see
+                `Graph.check`.
         """
         begin_s = time.perf_counter()
         epoch = check_epoch("epoch", epoch)
         seeds = check_seeds("seeds", seeds, self.graph.num_nodes)
-        try:
-            workspace = self._idle.pop()
-        except IndexError:
-            workspace = Workspace()
+        excluded = {} if without is None else {0: self._check_edges(without)}
         with invalid_graph_errors(self.graph):
-            sampled = sample(
-                self.graph.indptr,
-                self.graph.indices,
-                seeds,
-                self.fanouts[::-1],
-                self.seed,
-                epoch,
-                edge_ids=self.edge_ids,
-                excluded=without,
-                workspace=workspace,
-                empty=self.pool.empty,
+            sampled = self._hops.sample(
+                [(0, seeds)], epoch, excluded=excluded, empty=self.pool.empty
             )
-        self._idle.append(workspace)
-        blocks = []
-        for hop in reversed(range(len(self.fanouts))):
+        (nodes,), (indptr,), (indices,) = sampled.nodes, sampled.indptr, sampled.indices
+        num_nodes, num_edges = (
+            [own for (own,) in each] for each in (sampled.num_nodes, sampled.num_edges)
+        )
+        blocks, first = [], 0
+        for hop, num_dst in enumerate(num_nodes[:-1]):
+            edges = slice(num_edges[hop], num_edges[hop + 1])
             block = Block(
-                sampled.indptr[hop],
-                sampled.indices[hop],
-                num_src=sampled.num_nodes[hop + 1],
-                num_dst=sampled.num_nodes[hop],
-                nodes=sampled.nodes[: sampled.num_nodes[hop + 1]],
+                indptr[first : first + num_dst + 1],
+                indices[edges],
+                num_src=num_nodes[hop + 1],
+                num_dst=num_dst,
+                nodes=nodes[: num_nodes[hop + 1]],
                 graph=self.graph,
-                edge_ids=sampled.edge_ids[hop] if sampled.edge_ids else None,
+                edge_ids=sampled.edge_ids[0][edges] if sampled.edge_ids else None,
             )
+            first += num_dst + 1
             blocks.append(block)
         sample_s = time.perf_counter() - begin_s
         times = {"sample_s": sample_s}
-        return Batch(sampled.nodes, sampled.nodes[: len(seeds)], tuple(blocks), times=times)
+        return Batch(nodes, nodes[: len(seeds)], tuple(reversed(blocks)), times=times)
+
+    def _check_edges(self, edges: IdsLike) -> Tensor:
+        positions = as_ids("without", edges, "positions in graph.indices").cpu()
+        reason, meaning = "the graph has {} edges", "positions in graph.indices"
+        check_range("without", positions, self.graph.num_edges, reason, meaning)
+        # NumPy's sort is several times as fast as torch's in one thread
+        return torch.from_numpy(np.unique(positions.numpy()))
 
 
 @contextmanager
@@ -154,7 +168,7 @@ def invalid_graph_errors(graph: Graph) -> Iterator[None]:
     """Name the file in errors about invalid values of `graph`, if it is mapped from files."""
     try:
         yield
-    except InvalidGraph as error:
+    except InvalidColumn as error:
         raise damage_error(graph, error.array, error.wrong) from None
 
 
@@ -198,13 +212,4 @@ def check_range(name: str, ids: Tensor, count: int, reason: str, meaning: str) -
         raise ValueError(
             f"{name} are from {least} to {greatest}, but {reason.format(count)}\n\n"
             f"hint: {name} are {meaning}, starting at 0"
-        )
-
-
-def _check_degrees(graph: Graph) -> None:
-    # reading all degrees of a large graph takes a second; skip it if no degree can be too large
-    if graph.num_edges > MAX_DEGREE and int(graph.in_degrees().max()) > MAX_DEGREE:
-        raise ValueError(
-            f"a node has more than {MAX_DEGREE} in-edges, too many to sample from\n\n"
-            "hint: remove duplicate edges with graph.rebuild(duplicates='remove')"
         )

@@ -1,356 +1,433 @@
 """Neighbour sampling: sample in-edges of the seeds hop by hop, and relabel the sampled nodes.
 
-For each destination of a hop, `fanout` of its in-edges are sampled uniformly without replacement
-with Floyd's algorithm (Bentley and Floyd, "A sample of brilliance", CACM 1987,
-https://doi.org/10.1145/30401.315746), or all of them if there are no more. A random word w of
-Philox gives the position (w * n) >> 32 below n, whose probability differs from 1 / n by a factor of
-at most 1 +- n / 2**32. The random words depend only on the seed, epoch, hop and node, so the
-sampled neighbours of a node do not depend on its batch, the order of the seeds, the thread or the
-process.
+At each hop, each edge type samples in-edges of the nodes that are known before the hop, in the
+order of the edge types. For each destination, `fanout` of its eligible in-edges are sampled
+uniformly without replacement with Floyd's algorithm (Bentley and Floyd, "A sample of brilliance",
+CACM 1987, https://doi.org/10.1145/30401.315746), or all of them if there are no more; by weight
+and with replacement on request. A random word w of Philox gives the position (w * n) >> 32 below n,
+whose probability differs from 1 / n by a factor of at most 1 +- n / 2**32. The random words depend
+only on the key of the edge type, epoch, hop and node, and for disjoint subgraphs on the node and
+the time of their seed. The sampled neighbours of a node do not depend on its batch, the order of
+the seeds, the thread, the process, or edges that are not eligible.
 
-Notation: N nodes and E edges in the graph, L hops, S seeds, B nodes in a batch.
+Notation: T node types, R edge types, L hops, S seeds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gcnzc.kernels.philox import philox4x32_reference, split_key
-from gcnzc.kernels.sample.cpu import (
-    INVALID_NODE,
+from gcnzc.kernels.buffers import Allocate
+from gcnzc.kernels.sample.choose import subgraph_keys
+from gcnzc.kernels.sample.graph import GraphTables
+from gcnzc.kernels.sample.hops import SLOTS_PER_NODE, sample_hops
+from gcnzc.kernels.sample.layout import (
+    BASE,
+    CHUNK_DESTINATIONS,
+    DESTINATION,
+    DISJOINT,
+    DONE,
+    DST,
+    EPOCH,
+    EXCLUDED,
+    INDUCED,
+    INSERT,
+    INVALID_COLUMN,
+    LAST,
+    NEED_EDGES,
     NEED_INDPTR,
     NEED_NODES,
-    NODES,
-    SLOTS_PER_NODE,
-    insert_nodes,
-    sample_hops,
+    NEED_SLOTS,
+    NEEDED,
+    NUM_EXCLUDED,
+    NUM_KEYS,
+    NUM_OPTIONS,
+    NUM_PROGRESS,
+    ONCE,
+    OWN_LOOPS,
+    RELATION,
+    REPLACE,
+    STATUS,
+    TEMPORAL,
+    UNIFORM,
+    WHERE,
 )
-from gcnzc.kernels.sample.exclude import ExcludedEdges
-from gcnzc.kernels.structure.csc import VERIFY_HINT
 
 ALL = -1  # the fanout that takes all neighbours
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A sampled neighbourhood of L hops. The destinations of hop 0 are the seeds."""
-
-    nodes: Tensor  # (B,) int64 ids in the graph, the seeds first, then in the order of sampling
-    num_nodes: tuple[int, ...]  # (L + 1,) nodes before each hop, and after the last one
-    indptr: tuple[Tensor, ...]  # L tensors of (num_nodes[hop] + 1,) int64
-    indices: tuple[Tensor, ...]  # L tensors of (edges,) int32 local ids: positions in `nodes`
-    edge_ids: tuple[Tensor, ...] | None  # L tensors of (edges,) int64 positions in the graph
-
-
-def sample_reference(
-    indptr: Tensor,
-    indices: Tensor,
-    seeds: Tensor,
-    fanouts: list[int],
-    seed: int,
-    epoch: int,
-    kept_edges: Sequence[Sequence[int]] = (),
-    once: bool = False,
-) -> Sample:
-    """Reference for `sample` with `edge_ids=True`, in plain Python; the results are equal.
-
-    `kept_edges[i]` has the positions in `indices` that may be sampled for seed `i`, at every hop.
-    All in-edges of the other nodes may be sampled.
-    """
-    nodes = seeds.tolist()
-    local_ids = {node: position for position, node in reversed(list(enumerate(nodes)))}
-    num_nodes, blocks = [len(nodes)], []
-    for hop, fanout in enumerate(fanouts):
-        offsets, kept, owners, sources = [0], [], [], []
-        num_sampled_before = num_nodes[hop - 1] if once and hop > 0 else 0
-        for position, node in enumerate(nodes[: num_nodes[hop]]):
-            if position < num_sampled_before:
-                offsets.append(0)
-                continue
-            edges: Sequence[int] = range(*indptr[node : node + 2].tolist())
-            if position < len(kept_edges):
-                edges = kept_edges[position]
-            sampled_positions = _sample_positions(len(edges), fanout, node, hop, seed, epoch)
-            kept += [edges[position] for position in sampled_positions]
-            owners += [position] * len(sampled_positions)
-            offsets.append(len(kept))
-        for source, owner in zip((int(indices[edge]) for edge in kept), owners, strict=True):
-            if source not in local_ids:
-                local_ids[source] = len(nodes)
-                nodes.append(source)
-            sources.append(owner if source == nodes[owner] else local_ids[source])
-        num_nodes.append(len(nodes))
-        blocks.append((offsets, sources, kept))
-    indptrs, places_of_sources, edge_ids = zip(*blocks, strict=True)
-    return Sample(
-        torch.tensor(nodes, dtype=torch.int64),
-        tuple(num_nodes),
-        tuple(torch.tensor(offsets, dtype=torch.int64) for offsets in indptrs),
-        tuple(torch.tensor(sources, dtype=torch.int32) for sources in places_of_sources),
-        tuple(torch.tensor(kept, dtype=torch.int64) for kept in edge_ids),
-    )
-
-
-def _sample_positions(
-    degree: int, fanout: int, node: int, hop: int, seed: int, epoch: int
-) -> list[int]:
-    """Return positions below `degree`, in the order in which they are sampled."""
-    if fanout == ALL or degree <= fanout:
-        return list(range(degree))
-    quads = np.arange((fanout + 3) // 4)
-    counter = (quads, node & 0xFFFFFFFF, (node >> 32) | (hop << 16), epoch)
-    words = np.stack(philox4x32_reference(*counter, *split_key(seed)), axis=1).ravel().tolist()
-    chosen: list[int] = []
-    for word, last in zip(words, range(degree - fanout, degree), strict=False):
-        position = word * (last + 1) >> 32
-        chosen.append(last if position in chosen else position)
-    return chosen
-
 
 # Graphs with more nodes use a hash table. A direct table takes 4 B per node in every thread: 64 MB
 # for this many nodes, and 444 MB for the 111 M nodes of ogbn-papers100M, where the hash table takes
 # 8 MB for batches of 400,000 nodes, but sampling with it takes longer.
 DIRECT_NODES = 2**24
 
+HASHED_NODES = 2**32  # graphs with more nodes use a hash table of 64-bit keys
 
 MAX_NODES = 2**31 - 1  # local ids are int32
 
+MAX_EDGES = 2**36  # of one type, in a batch
 
-MAX_DEGREE = 2**32 - 1  # a position is computed from a 32-bit random word
+# the largest regions of one type in a batch; a node is also written when it is not new
+LIMITS = {NEED_NODES: MAX_NODES + 1, NEED_INDPTR: 2**62, NEED_EDGES: MAX_EDGES}
+
+LINE_ELEMENTS = 16  # int32 elements of a cache line
+
+IdArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to sample.
+
+    Attributes:
+        fanouts: L tuples of R numbers of neighbours, from the seeds outward; -1 takes all.
+        replace: sample with replacement.
+        temporal: "uniform" or "last" takes only edges that are not later than the time of the
+            subgraph's seed; None ignores times. "last" takes the latest edges.
+        disjoint: sample a separate subgraph for each seed. Required by `temporal`.
+        once: sample in-edges of each node only at the hop after the one that found it, as PyG does;
+            otherwise at all later hops, as DGL does.
+        induced: return all eligible edges among the sampled nodes.
+        edge_ids: also return the ids of the edges.
+        own_loops: a self loop of a seed that occurs twice refers to its destination, not to the
+            first position of the seed.
+    """
+
+    fanouts: tuple[tuple[int, ...], ...]
+    replace: bool = False
+    temporal: str | None = None
+    disjoint: bool = False
+    once: bool = True
+    induced: bool = False
+    edge_ids: bool = True
+    own_loops: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A sampled neighbourhood; tuples have one element for each node type or edge type.
+
+    Attributes:
+        nodes: int64 ids, the seeds first, then in the order of sampling.
+        subgraphs: int64 numbers of the seeds that found the nodes, if they are disjoint.
+        indptr: int64 offsets. With `is_prefix` those of one CSC over all destinations, of which
+            each hop's is a prefix; otherwise those of each hop, one after another.
+        indices: int32 positions of the sources in `nodes` of their type.
+        edge_ids: int64 ids of the edges, in the order of `indices`, if they were asked for.
+        num_nodes: L + 1 lists of T numbers of nodes: before each hop, and at the end.
+        num_edges: L + 1 lists of R numbers of edges, likewise.
+        is_prefix: see `indptr`.
+    """
+
+    nodes: tuple[Tensor, ...]
+    subgraphs: tuple[Tensor, ...] | None
+    indptr: tuple[Tensor, ...]
+    indices: tuple[Tensor, ...]
+    edge_ids: tuple[Tensor, ...] | None
+    num_nodes: list[list[int]]
+    num_edges: list[list[int]]
+    is_prefix: bool
 
 
 class Workspace:
-    """Buffers of one sampling thread that are reused between batches.
+    """Tables of one thread from nodes to local ids, and the sizes that its batches needed.
 
-    The tables from node ids to local ids are not cleared between batches: a slot is valid if its
-    stamp is at least `base`, which increases from batch to batch, also between graphs. Both tables
-    use the same `base`, so it may restart only when both are empty.
+    Stamps start again when they would exceed their width, see `gcnzc.kernels.sample.hops`.
     """
 
-    def __init__(self) -> None:
-        self.direct_table = np.zeros(0, np.int32)
-        self.hash_table = np.zeros(2**12, np.int64)
-        self.base = 1
-        # None instead of False: numba compiles the code for None without the branch
-        self.has_wide_ids: bool | None = None
-        # the largest sizes that batches needed so far, to allocate large enough buffers at once
-        self.capacity_indptr = self.capacity_nodes = self.capacity_edges = 1024
+    def __init__(self, graph: GraphTables, disjoint: bool) -> None:
+        num_types, num_relations = len(graph.num_nodes), len(graph.relations)
+        is_wide = disjoint or graph.num_keys > HASHED_NODES
+        is_direct = graph.num_keys <= DIRECT_NODES and not is_wide
+        self.direct_table = np.zeros(graph.num_keys if is_direct else 0, np.int32)
+        self.hash_table = np.zeros(0 if is_direct or is_wide else 2**10, np.int64)
+        self.wide_table = np.zeros((2**10 if is_wide else 0, 2), np.int64)
+        self.base, self.end = 1, 2**31 if is_direct else 2**62 if is_wide else 2**32
+        # the capacities of the regions of nodes, offsets and edges
+        self.set_capacities(*(np.full(n, 64) for n in (num_types, num_relations, num_relations)))
 
-    def start(self, graph_nodes: int) -> None:
-        """Prepare the tables for a batch: allocate or clear them where necessary."""
-        self.has_wide_ids = True if graph_nodes > 2**32 else None
-        num_direct = graph_nodes if graph_nodes <= DIRECT_NODES else 0
-        if num_direct != len(self.direct_table):
-            self.direct_table = np.zeros(num_direct, np.int32)
-        stamps = 2**31 if num_direct else 2**32
-        if self.base + min(graph_nodes, MAX_NODES) >= stamps:
-            self.direct_table[:], self.hash_table[:], self.base = 0, 0, 1
+    @property
+    def tables(self) -> tuple[NDArray[np.signedinteger], ...]:
+        """The direct table, the hash table and that of wide keys, of which two are empty."""
+        return self.direct_table, self.hash_table, self.wide_table
 
-    def reserve(self, num_nodes: int, nodes: NDArray[np.int64], count: int) -> int:
-        """Make the hash table large enough for `num_nodes`, and insert the first `count` nodes.
+    def set_capacities(self, *capacities: IdArray) -> None:
+        """Set the layout of batches: first elements and capacities of all regions."""
+        # each region begins at a cache line of its own
+        rounded = [-(-each // LINE_ELEMENTS) * LINE_ELEMENTS for each in capacities]
+        self.sizes = [int(each.sum()) for each in rounded]
+        self.layout = tuple(x for each in rounded for x in (np.cumsum(each) - each, each))
 
-        Returns:
-            The number of nodes that were inserted, see `insert_nodes`.
-        """
-        if len(self.hash_table) < num_nodes * SLOTS_PER_NODE and not len(self.direct_table):
-            num_slots = 1 << (num_nodes * SLOTS_PER_NODE - 1).bit_length()
-            self.hash_table, self.base = np.zeros(num_slots, np.int64), 1
-        inserted: int = insert_nodes(
-            self.direct_table, self.hash_table, self.base, nodes, count, self.has_wide_ids
-        )
-        return inserted
+    def start(self, max_nodes: int, num_seeds: IdArray) -> None:
+        """Make room for the seeds of a batch, and for stamps of at most `max_nodes` other nodes."""
+        nodes, offsets, edges = self.layout[1::2]
+        self.set_capacities(np.maximum(nodes, num_seeds + 1), offsets, edges)
+        total = int(num_seeds.sum())
+        if self.base + min(max_nodes, MAX_NODES) + total >= self.end:
+            for table in self.tables:
+                table[:] = 0
+            self.base = 1
+        if not len(self.direct_table):
+            self.grow_table(total * SLOTS_PER_NODE)
+
+    def grow_table(self, num_slots: int) -> None:
+        """Make room in the hash table; a new one has none of the known nodes."""
+        if num_slots <= max(map(len, self.tables)):
+            return
+        num_slots, self.base = 1 << (num_slots - 1).bit_length(), 1
+        if len(self.wide_table):
+            self.wide_table = np.zeros((num_slots, 2), np.int64)
+        else:
+            self.hash_table = np.zeros(num_slots, np.int64)
 
 
-class _Buffers:
-    """The output buffers of a batch, with capacity for the largest batch so far."""
+class _Arenas:
+    """The vectors of a batch, with a region for each node type or edge type."""
 
-    def __init__(
-        self,
-        workspace: Workspace,
-        empty: Callable[[int, torch.dtype], Tensor],
-        num_seeds: int,
-        edge_ids: bool,
-    ) -> None:
-        self.workspace, self.empty, self.has_edge_ids = workspace, empty, edge_ids
-        self.nodes = empty(max(workspace.capacity_nodes, num_seeds), torch.int64)
-        self.indptr = empty(workspace.capacity_indptr, torch.int64)
-        self.indices = empty(workspace.capacity_edges, torch.int32)
-        self.edge_ids = empty(workspace.capacity_edges if edge_ids else 0, torch.int64)
+    def __init__(self, workspace: Workspace, options: Options, empty: Allocate) -> None:
+        self.workspace, self.options, self.empty = workspace, options, empty
+        # the largest regions that were too small, and the capacities before
+        self.needed = [np.zeros_like(each) for each in workspace.layout[1::2]]
+        self.capacities = workspace.layout[1::2]
+        self._allocate()
 
-    def numpy(self) -> tuple[NDArray[np.integer], ...]:
-        """Return the buffers as arrays, in the order of `sample_hops`."""
-        return (
-            self.nodes.numpy(),
-            self.indptr.numpy(),
-            self.indices.numpy(),
-            self.edge_ids.numpy(),
-        )
+    def _allocate(self) -> None:
+        num_nodes, num_offsets, num_edges = self.workspace.sizes
+        self.nodes = self.empty(num_nodes, torch.int64)
+        self.indptr = self.empty(num_offsets, torch.int64)
+        self.indices = self.empty(num_edges, torch.int32)
+        self.edge_ids = self.empty(num_edges if self.options.edge_ids else 0, torch.int64)
+        self.trees = self.empty(num_nodes if self.options.disjoint else 0, torch.int64)
 
-    def grow(self, progress: NDArray[np.int64]) -> None:
-        """Grow the buffers to the needed sizes and a quarter more, to grow them rarely."""
-        workspace = self.workspace
-        needed_indptr, needed_nodes, needed_edges = (
-            (progress[NEED_INDPTR:] * 1.25).astype(int).tolist()
-        )
-        workspace.capacity_indptr = max(workspace.capacity_indptr, needed_indptr)
-        workspace.capacity_nodes = max(workspace.capacity_nodes, needed_nodes)
-        workspace.capacity_edges = max(workspace.capacity_edges, needed_edges)
-        self.nodes = self._grow(self.nodes, workspace.capacity_nodes)
-        self.indptr = self._grow(self.indptr, workspace.capacity_indptr)
-        self.indices = self._grow(self.indices, workspace.capacity_edges)
-        if self.has_edge_ids:
-            self.edge_ids = self._grow(self.edge_ids, workspace.capacity_edges)
+    def numpy(self) -> tuple[NDArray[np.signedinteger], ...]:
+        """Return the vectors in the order of `sample_hops`."""
+        vectors = (self.nodes, self.indptr, self.indices, self.edge_ids, self.trees)
+        return tuple(each.numpy() for each in vectors)
 
-    def to_sample(self, num_nodes: list[int], num_edges: list[int]) -> Sample:
-        """Return views of the written parts of the buffers, for each hop."""
-        indptr, indices, edge_ids, first = [], [], [], 0
-        for count, (begin, end) in zip(num_nodes, pairwise(num_edges), strict=False):
-            # a hop has one offset more than destinations
-            indptr.append(self.indptr[first : first + count + 1])
-            first += count + 1
-            indices.append(self.indices[begin:end])
-            if self.has_edge_ids:
-                edge_ids.append(self.edge_ids[begin:end])
-        return Sample(
-            self.nodes[: num_nodes[-1]],
-            tuple(num_nodes),
-            tuple(indptr),
-            tuple(indices),
-            tuple(edge_ids) if self.has_edge_ids else None,
-        )
+    def grow(self, status: int, where: int, needed: int, known: IdArray, filled: IdArray) -> None:
+        """Move the regions to larger vectors; the one that is too small doubles."""
+        old, layout = self.numpy(), self.workspace.layout
+        kind = (NEED_NODES, NEED_INDPTR, NEED_EDGES).index(status)
+        capacities = [each.copy() for each in layout[1::2]]
+        capacities[kind][where] = min(2 * needed, LIMITS[status])
+        self.needed[kind][where] = needed
+        self.workspace.set_capacities(*capacities)
+        self._allocate()
+        used = (known, layout[3], filled, filled, known)
+        for before, after, place, counts in zip(
+            old, self.numpy(), (0, 2, 4, 4, 0), used, strict=True
+        ):
+            ranges = (layout[place], self.workspace.layout[place], counts)
+            for a, b, count in zip(*ranges, strict=True) if len(before) else ():
+                after[b : b + count] = before[a : a + count]
 
-    def _grow(self, buffer: Tensor, length: int) -> Tensor:
-        if length <= len(buffer):
-            return buffer
-        larger = self.empty(length, buffer.dtype)
-        larger[: len(buffer)] = buffer
-        return larger
+    def views(self, vector: Tensor, kind: int, counts: IdArray) -> tuple[Tensor, ...]:
+        """Return the first elements of each region: of node types (0), offsets (1) or edges (2)."""
+        begins = self.workspace.layout[2 * kind].tolist()
+        ranges = zip(begins, counts.tolist(), strict=True)
+        return tuple(vector[begin : begin + count] for begin, count in ranges)
+
+    def settle(self, *used: IdArray) -> None:
+        """Give later batches a quarter more than this one needed, if its regions were too small."""
+        if any(each.any() for each in self.needed):
+            wanted = [np.maximum(*both) for both in zip(self.needed, used, strict=True)]
+            self.workspace.set_capacities(
+                *(
+                    np.maximum(before, np.minimum(each + each // 4, limit))
+                    for before, each, limit in zip(
+                        self.capacities, wanted, LIMITS.values(), strict=True
+                    )
+                )
+            )
 
 
 def _empty(length: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(length, dtype=dtype)
 
 
-class InvalidGraph(ValueError):
-    """`indptr` or `indices` has a value out of range.
-
-    Attributes:
-        array: "indptr" or "indices".
-        wrong: what is wrong.
-    """
-
-    def __init__(self, array: str, wrong: str) -> None:
-        super().__init__(f"{wrong}\n\n{VERIFY_HINT}")
-        self.array, self.wrong = array, wrong
-
-
-def _damage(indptr: Tensor, indices: Tensor, node: int) -> InvalidGraph:
-    num_nodes, num_edges = len(indptr) - 1, len(indices)
-    begin, end = indptr[node : node + 2].tolist()
-    if not 0 <= begin <= end <= num_edges:
-        return InvalidGraph(
-            "indptr",
-            f"the edges into node {node} are numbered from {begin} to {end}, but the graph has "
-            f"{num_edges} edges",
-        )
-    column = indices[begin:end]
-    invalid_ids = column[(column < 0) | (column >= num_nodes)][:4].tolist()
-    return InvalidGraph(
-        "indices",
-        f"node {node} has the in-neighbours {invalid_ids} in a graph of {num_nodes} nodes",
-    )
-
-
-def sample(
-    indptr: Tensor,
-    indices: Tensor,
-    seeds: Tensor,
-    fanouts: Sequence[int],
-    seed: int,
-    epoch: int,
-    *,
-    edge_ids: bool = False,
-    excluded: ExcludedEdges | None = None,
-    once: bool = False,
-    workspace: Workspace | None = None,
-    empty: Callable[[int, torch.dtype], Tensor] = _empty,
-) -> Sample:
-    """Sample the neighbourhood of `seeds`.
+class HopSampler:
+    """Samples neighbourhoods in a graph of one or many types; `sample` is thread-safe.
 
     Args:
-        indptr: (N + 1,) int64, non-decreasing, on the CPU.
-        indices: (E,) int32 or int64 in [0, N), on the CPU. The elements that are read of `indptr`
-            and `indices` are checked, since they may be mapped from a damaged file.
-        seeds: (S,) int64 in [0, N). They are not checked: an id out of range reads out of bounds. A
-            seed that occurs twice is two destinations with the same neighbours; edges from it refer
-            to its first position, except for self loops, which refer to their destination.
-        fanouts: L numbers of neighbours, from the seeds outward; -1 takes all neighbours.
-        seed: 64-bit seed of the random choices.
-        epoch: in [0, 2**32); the random choices differ between epochs.
-        edge_ids: also return the position of every edge in `indices`.
-        excluded: edges of the seeds' columns that are not sampled at any hop, from
-            `gcnzc.kernels.sample.exclude.exclude_edges` for the same `seeds`, which must be
-            distinct.
-        once: sample in-edges of each node only at the hop after the one that found it, as PyG does.
-            The destinations of a hop are still all nodes found before it, some without edges.
-        workspace: reused between calls, which saves time; used by one thread at a time.
-        empty: allocates the tensors of the result.
-
-    Raises:
-        ValueError: the epoch or seed is out of range, the batch could have 2**31 nodes or more
-            (each edge of the next destinations may lead to a new node), or the graph has offsets or
-            ids out of range.
+        graph: the graph.
+        options: how to sample.
     """
-    if workspace is None:
-        workspace = Workspace()
-    if not 0 <= epoch < 2**32:
-        raise ValueError(f"epoch {epoch} is outside 0 to 2**32 - 1")
-    num_hops, num_seeds = len(fanouts), len(seeds)
-    out = _Buffers(workspace, empty, num_seeds, edge_ids)
-    out.nodes[:num_seeds] = seeds
-    workspace.start(len(indptr) - 1)
-    has_duplicates = workspace.reserve(num_seeds, out.nodes.numpy(), num_seeds) < num_seeds
-    num_nodes, num_edges = np.zeros((2, num_hops + 1), np.int64)
-    progress = np.zeros(8, np.int64)
-    progress[INVALID_NODE] = -1
-    num_nodes[0] = progress[NODES] = num_seeds
-    key = np.array([*split_key(seed), epoch], np.uint64)
-    excluded_arrays = (
-        None if excluded is None else (excluded.first, excluded.kept_before, excluded.removed)
-    )
-    try:
-        while not sample_hops(
-            indptr.numpy(),
-            indices.numpy(),
-            np.asarray(fanouts, np.int64),
-            key,
-            excluded_arrays,
-            once,
-            has_duplicates,
-            workspace.direct_table,
-            workspace.hash_table,
-            workspace.base,
-            workspace.has_wide_ids,
-            out.numpy(),
-            progress,
-            num_nodes,
-            num_edges,
+
+    def __init__(self, graph: GraphTables, options: Options) -> None:
+        self.graph, self.options = graph, options
+        shape = len(options.fanouts), len(graph.relations)
+        self._fanouts = np.asarray(options.fanouts, np.int64).reshape(shape)
+        self._flags = np.zeros(NUM_OPTIONS, np.int64)
+        self._flags[[ONCE, REPLACE, OWN_LOOPS]] = options.once, options.replace, options.own_loops
+        self._flags[[DISJOINT, NUM_KEYS]] = options.disjoint, graph.num_keys
+        self._flags[TEMPORAL] = {None: 0, "uniform": UNIFORM, "last": LAST}[options.temporal]
+        # workspaces that no thread is using; `append` and `pop` of a list are atomic
+        self._idle: list[Workspace] = []
+
+    def sample(
+        self,
+        seeds: Sequence[tuple[int, Tensor]],
+        epoch: int,
+        *,
+        seed_times: Tensor | None = None,
+        excluded: Mapping[int, Tensor] | None = None,
+        empty: Allocate = _empty,
+    ) -> Sample:
+        """Sample the neighbourhood of seeds of one or several node types.
+
+        Args:
+            seeds: pairs of a node type and (S_t,) int64 ids on the host, contiguous, in [0, N_t),
+                each type at most once. They are not checked. Without disjoint subgraphs, a seed
+                that occurs twice is two destinations with the same neighbours, and edges from it
+                refer to its first position, see `Options.own_loops`.
+            epoch: in [0, 2**32); the random choices differ between epochs.
+            seed_times: (S,) int64 times of all seeds, in the order of `seeds`; for temporal
+                sampling.
+            excluded: by the number of the edge type (K,) int64 positions of edges that are not
+                sampled, ascending, without duplicates, on the host.
+            empty: allocates the tensors of the result.
+
+        Raises:
+            InvalidColumn: the graph has offsets or sources out of range. The elements that are read
+                are checked, since they may be mapped from a damaged file.
+            ValueError: the epoch is out of range, temporal sampling is not disjoint or has no
+                times, or the batch could have 2**31 nodes of one type or more.
+        """
+        graph, options = self.graph, self.options
+        if not 0 <= epoch < 2**32:
+            raise ValueError(f"epoch {epoch} is outside 0 to 2**32 - 1")
+        num_seeds = np.zeros(len(graph.num_nodes), np.int64)
+        for t, ids in seeds:
+            num_seeds[t] = len(ids)
+        total = int(num_seeds.sum())
+        if options.temporal is not None and (
+            not options.disjoint or seed_times is None or len(seed_times) != total
         ):
-            if progress[INVALID_NODE] >= 0:
-                raise _damage(indptr, indices, int(progress[INVALID_NODE]))
-            if progress[NEED_NODES] > MAX_NODES:
+            raise ValueError(
+                f"temporal sampling of {total} seeds without disjoint subgraphs or their times"
+            )
+        if options.disjoint and total * graph.num_keys >= 2**62:
+            raise ValueError(f"{total} seeds of a graph of {graph.num_keys} nodes are too many")
+        try:
+            workspace = self._idle.pop()
+        except IndexError:
+            workspace = Workspace(graph, options.disjoint)
+        max_nodes = MAX_NODES if options.disjoint else max(graph.num_nodes, default=0)
+        workspace.start(max_nodes, num_seeds)
+        arenas = _Arenas(workspace, options, empty)
+        seed_data = self._place_seeds(arenas, seeds, seed_times, total)
+        table = graph.table
+        if excluded:
+            # the tables are those of all batches
+            table = table.copy()
+            for r, positions in excluded.items():
+                table[r, [EXCLUDED, NUM_EXCLUDED]] = positions.data_ptr(), len(positions)
+        flags = self._flags.copy()
+        flags[[INSERT, EPOCH]] = 1, epoch
+        known, filled = num_seeds.copy(), np.zeros(len(graph.relations), np.int64)
+        num_nodes, num_edges = self._run(
+            table, self._fanouts, flags, seed_data, arenas, known, filled
+        )
+        num_dst = num_nodes[-2] if options.once and len(num_nodes) > 1 else num_nodes[:-1].sum(0)
+        num_offsets = num_dst + (1 if options.once else len(self._fanouts))
+        if options.induced:
+            flags[[INDUCED, INSERT]], filled[:] = (1, 0), 0
+            every = np.full((1, len(graph.relations)), ALL)
+            _, num_edges = self._run(table, every, flags, seed_data, arenas, known, filled)
+            num_offsets = known + 1
+        workspace.base += max(int(known.max(initial=0)), 1)
+        num_offsets = num_offsets[graph.table[:, DST]]
+        sampled = Sample(
+            nodes=arenas.views(arenas.nodes, 0, known),
+            subgraphs=arenas.views(arenas.trees, 0, known) if options.disjoint else None,
+            indptr=arenas.views(arenas.indptr, 1, num_offsets),
+            indices=arenas.views(arenas.indices, 2, filled),
+            edge_ids=arenas.views(arenas.edge_ids, 2, filled) if options.edge_ids else None,
+            num_nodes=num_nodes.tolist(),
+            num_edges=num_edges.tolist(),
+            is_prefix=options.once or options.induced,
+        )
+        # the layout of later batches
+        arenas.settle(known + 1, num_offsets, filled)
+        self._idle.append(workspace)
+        return sampled
+
+    def _run(
+        self,
+        table: IdArray,
+        fanouts: IdArray,
+        flags: IdArray,
+        seed_data: tuple[IdArray, IdArray],
+        arenas: "_Arenas",
+        known: IdArray,
+        filled: IdArray,
+    ) -> tuple[IdArray, IdArray]:
+        """Call the kernel until it is done; return the nodes and edges before each hop."""
+        graph, workspace = self.graph, arenas.workspace
+        num_nodes = np.zeros((len(fanouts) + 1, len(known)), np.int64)
+        num_edges = np.zeros((len(fanouts) + 1, len(filled)), np.int64)
+        num_nodes[0] = known
+        progress = np.zeros(NUM_PROGRESS, np.int64)
+        progress[DESTINATION] = -1
+        while True:
+            flags[BASE] = workspace.base
+            sample_hops(
+                table,
+                graph.types,
+                fanouts,
+                flags,
+                workspace.tables,
+                seed_data,
+                arenas.numpy(),
+                workspace.layout,
+                (num_nodes, num_edges, known, filled),
+                progress,
+            )
+            status, needed, where = progress[[STATUS, NEEDED, WHERE]].tolist()
+            if status == DONE:
+                return num_nodes, num_edges
+            if status == INVALID_COLUMN:
+                r, destination = progress[[RELATION, DESTINATION]].tolist()
+                t = graph.relations[r].dst
+                begin = int(workspace.layout[0][t])
+                end = begin + min(int(known[t]), destination + CHUNK_DESTINATIONS)
+                raise graph.find_damage(r, arenas.nodes[begin + destination : end])
+            if status == NEED_SLOTS:
+                workspace.grow_table(needed)
+                flags[INSERT] = 1
+                continue
+            if needed > LIMITS[status]:
                 raise ValueError(
-                    f"a batch of {num_seeds} seeds with fanouts {list(fanouts)} may reach more "
-                    f"than {MAX_NODES} nodes\n\nhint: use fewer seeds or smaller fanouts"
+                    f"a batch of {int(num_nodes[0].sum())} seeds may reach more than {MAX_NODES} "
+                    f"nodes or {MAX_EDGES} edges of one type\n\n"
+                    "hint: use fewer seeds or smaller fanouts"
                 )
-            out.grow(progress)
-            workspace.reserve(int(progress[NEED_NODES]), out.nodes.numpy(), int(progress[NODES]))
-    finally:
-        # also after a failure, so that its nodes count as those of an earlier batch
-        workspace.base += int(progress[NODES])
-    return out.to_sample(num_nodes.tolist(), num_edges.tolist())
+            arenas.grow(status, where, needed, known, filled)
+
+    def _place_seeds(
+        self,
+        arenas: "_Arenas",
+        seeds: Sequence[tuple[int, Tensor]],
+        seed_times: Tensor | None,
+        total: int,
+    ) -> tuple[IdArray, IdArray]:
+        """Write the seeds to their regions; return key words and times of disjoint subgraphs."""
+        is_disjoint, is_temporal = self.options.disjoint, self.options.temporal is not None
+        keys = np.zeros((max(total, 1) if is_disjoint else 1, 2), np.int64)
+        times = seed_times.numpy() if is_temporal and seed_times is not None else _NO_TIMES
+        first = 0
+        for t, ids in seeds:
+            begin, last = int(arenas.workspace.layout[0][t]), first + len(ids)
+            arenas.nodes[begin : begin + len(ids)] = ids
+            if is_disjoint:
+                torch.arange(first, last, out=arenas.trees[begin : begin + len(ids)])
+                key = self.graph.type_keys[t]
+                subgraph_keys(ids.numpy(), times[first:last], *key, keys[first:last])
+            first = last
+        return keys, times
+
+
+_NO_TIMES = np.zeros(0, np.int64)

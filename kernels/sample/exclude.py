@@ -1,13 +1,10 @@
-"""Find edges in sorted columns, and exclude edges from sampling.
+"""Find edges in sorted columns, such as those to exclude from sampling.
 
-In a column with ascending sources an edge is found by binary search, and duplicate edges are
-adjacent, so the edges to exclude from a column form a few ranges. A position among the remaining
-edges is mapped to a position among all edges by adding the lengths of the ranges before it.
+In a column with ascending sources an edge is found by binary search, and duplicates are adjacent.
 
-Notation: N nodes, E edges, S seeds, P pairs, R ranges.
+Notation: N nodes, E edges, P pairs.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,29 +14,6 @@ from numpy.typing import NDArray
 from gcnzc.kernels.threads import parallel_for
 
 Array = NDArray[Any]
-
-
-@dataclass(frozen=True)
-class ExcludedEdges:
-    """The ranges of edges that are excluded from each of S columns, in ascending order."""
-
-    first: Array  # (S + 1,) int64: the ranges of column i are first[i] to first[i + 1] - 1
-    kept_before: Array  # (R,) int64: the column's edges before the range that are not excluded
-    removed: Array  # (R,) int64: the column's excluded edges up to the end of the range
-
-
-def exclude_edges_reference(indptr: Array, indices: Array, nodes: Array, edges: set) -> list[Array]:
-    """Return the positions of the edges that remain in each column of `nodes`.
-
-    `edges` is the set of (source, node) pairs to exclude.
-    """
-    return [
-        np.array(
-            [e for e in range(*indptr[n : n + 2]) if (int(indices[e]), int(n)) not in edges],
-            np.int64,
-        )
-        for n in nodes
-    ]
 
 
 @njit(cache=True, nogil=True)
@@ -131,70 +105,37 @@ def sort_columns(
 
 
 @njit(cache=True, nogil=True)
-def _ranges(indptr, indices, nodes, locals_P, sources_P, first, kept_before, removed):
-    """Write the ranges of the pairs' edges; return the number of ranges."""
-    count = pair = 0
-    for i in range(len(nodes)):
-        begin, end = indptr[nodes[i]], indptr[nodes[i] + 1]
-        first[i] = count
-        num_excluded_so_far = 0
-        position = begin
-        while pair < len(locals_P) and locals_P[pair] == i:
-            low = lower_bound(indices, position, end, sources_P[pair])
-            high = lower_bound(indices, low, end, sources_P[pair] + 1)
-            if high > low:
-                kept_before[count] = low - begin - num_excluded_so_far
-                num_excluded_so_far += high - low
-                removed[count] = num_excluded_so_far
-                count += 1
-            position = high
-            pair += 1
-    first[len(nodes)] = count
-    return count
+def _find_edges(indptr, indices, sources, targets, begins, counts):
+    for i in range(len(sources)):
+        end = indptr[targets[i] + 1]
+        begins[i] = lower_bound(indices, indptr[targets[i]], end, sources[i])
+        counts[i] = lower_bound(indices, begins[i], end, sources[i] + 1) - begins[i]
 
 
-def exclude_edges(
-    indptr: Array, indices: Array, nodes: Array, locals_: Array, sources: Array
-) -> ExcludedEdges:
-    """Find the ranges of edges to exclude so that no edge between the given pairs is sampled.
+def find_edges_reference(indptr: Array, indices: Array, sources: Array, targets: Array) -> Array:
+    """Reference for `find_edges`."""
+    pairs = set(zip(sources.tolist(), targets.tolist(), strict=True))
+    owners = np.arange(len(indptr) - 1).repeat(np.diff(indptr))
+    edges = zip(indices.tolist(), owners.tolist(), strict=True)
+    return np.array([e for e, edge in enumerate(edges) if edge in pairs], np.int64)
+
+
+def find_edges(indptr: Array, indices: Array, sources: Array, targets: Array) -> Array:
+    """Return the positions of all edges between pairs of nodes.
 
     Args:
         indptr: (N + 1,) int64.
         indices: (E,) int32 or int64, each column ascending.
-        nodes: (S,) int64 in [0, N).
-        locals_: (P,) int64 in [0, S): the position in `nodes` of each pair's destination.
-        sources: (P,) int64 in [0, N): each pair's source. Pairs without an edge have no effect; a
-            pair may occur several times.
+        sources: (P,) int64 in [0, N).
+        targets: (P,) int64 in [0, N). Pairs without an edge have no effect; a pair may occur
+            several times.
 
     Returns:
-        The ranges, to pass to `gcnzc.kernels.sample.sample` with `nodes` as seeds.
+        int64 positions in `indices`, ascending.
     """
     num_nodes = len(indptr) - 1
-    keys = np.unique(locals_ * num_nodes + sources)
-    first = np.empty(len(nodes) + 1, np.int64)
-    kept_before, removed = np.empty((2, len(keys)), np.int64)
-    pairs = keys // num_nodes, keys % num_nodes
-    count = _ranges(indptr, indices, nodes, *pairs, first, kept_before, removed)
-    return ExcludedEdges(first, kept_before[:count], removed[:count])
-
-
-@njit(cache=True, nogil=True)
-def num_excluded(first, removed, column):
-    """Return the number of edges excluded from a column; 0 for columns without ranges."""
-    if column >= len(first) - 1 or first[column] == first[column + 1]:
-        return 0
-    return removed[first[column + 1] - 1]
-
-
-@njit(cache=True, nogil=True)
-def original_position(first, kept_before, removed, column, kept):
-    """Map a position among a column's remaining edges to a position among all its edges."""
-    begin, end = first[column], first[column + 1]
-    # binary search for the last range that begins at or before the edge
-    while begin < end:
-        middle = (begin + end) >> 1
-        if kept_before[middle] <= kept:
-            begin = middle + 1
-        else:
-            end = middle
-    return kept if begin == first[column] else kept + removed[begin - 1]
+    keys = np.unique(targets * num_nodes + sources)
+    begins, counts = np.empty((2, len(keys)), np.int64)
+    _find_edges(indptr, indices, keys % num_nodes, keys // num_nodes, begins, counts)
+    first = np.cumsum(counts) - counts
+    return np.repeat(begins - first, counts) + np.arange(counts.sum())

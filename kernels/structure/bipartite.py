@@ -37,29 +37,6 @@ def _scatter(src, dst, head, indices, order):
         order[position] = e
 
 
-def column_offsets_reference(columns: Array, num_columns: int) -> Array:
-    """Reference for `column_offsets`, with numpy's binary search."""
-    return np.searchsorted(columns, np.arange(num_columns + 1))
-
-
-@njit(nogil=True, cache=True)
-def column_offsets(columns, num_columns):
-    """Return the (num_columns + 1,) int64 offsets of edges in the order of their columns.
-
-    Args:
-        columns: (E,) int64 columns of the edges, in [0, num_columns), not decreasing.
-        num_columns: number of columns.
-    """
-    indptr = np.empty(num_columns + 1, np.int64)
-    column = 0
-    for e in range(len(columns)):
-        while column <= columns[e]:
-            indptr[column] = e
-            column += 1
-    indptr[column:] = len(columns)
-    return indptr
-
-
 @njit(nogil=True, cache=True)
 def _time(edge_time, node_time, edge, source):
     time = ALWAYS

@@ -25,11 +25,9 @@ class RelationEdges:
     """The edges of one relation, and where they are in the merged structure.
 
     Attributes:
-        row: (E_r,) int32 or int64 positions of the sources.
-        col: (E_r,) int64 positions of the destinations; None if `indptr` is given.
-        indptr: (D_all + 1,) int64 offsets in `row`, the edges by destination; None with `col`.
-        num_src: S, a bound of `row`.
-        num_known: a bound of `col`.
+        indptr: (D_all + 1,) int64 offsets of the in-edges of each destination.
+        indices: (E_r,) int32 or int64 positions of the sources.
+        num_src: S, a bound of `indices`.
         num_dst: D; edges to later destinations are omitted.
         first_row: row of source 0 in the merged structure.
         first_pair: pair of source 0.
@@ -41,11 +39,9 @@ class RelationEdges:
         in_number: number of this relation among them.
     """
 
-    row: Tensor
-    col: Tensor | None
-    indptr: Tensor | None
+    indptr: Tensor
+    indices: Tensor
     num_src: int
-    num_known: int
     num_dst: int
     first_row: int
     first_pair: int
@@ -85,12 +81,8 @@ def merge_relations_reference(
     none = torch.empty(0, dtype=torch.int64)
     columns, rows, pairs = [none], [none], [none]
     for each in relations:
-        col = each.col
-        if col is None:
-            assert each.indptr is not None
-            col = torch.arange(len(each.indptr) - 1).repeat_interleave(each.indptr.diff())
-        is_kept = col < each.num_dst
-        row, col = each.row.long()[is_kept], col[is_kept]
+        col = torch.arange(each.num_dst).repeat_interleave(each.indptr[: each.num_dst + 1].diff())
+        row = each.indices[: len(col)].long()
         columns.append(each.first_column + col * each.num_in + each.in_number)
         rows.append(each.first_row + row)
         pairs.append(each.first_pair + row * each.num_out + each.out_number)
@@ -100,65 +92,36 @@ def merge_relations_reference(
 
 
 @njit(nogil=True, cache=True)
-def _count(row, col, num_src, num_known, num_dst, first, step, out):
-    """Count the edges of each column, in `out[column + 2]`; return the first invalid edge or -1."""
-    for e in range(len(col)):
-        d = col[e]
-        if d < 0 or d >= num_known or row[e] < 0 or row[e] >= num_src:
-            return e
-        if d < num_dst:
-            out[first + d * step + 2] += 1
-    return -1
-
-
-@njit(nogil=True, cache=True)
-def _count_csc(row, indptr, num_src, num_dst, first, step, out):
-    """`_count` for edges in CSC format."""
+def _count(indptr, indices, num_src, num_dst, first, step, out):
+    """Count the edges of each column, in `out[column + 1]`; return the first invalid edge or -1."""
     for d in range(num_dst):
         begin, end = indptr[d], indptr[d + 1]
-        if begin < 0 or end < begin or end > len(row):
-            return max(min(begin, len(row) - 1), 0)
+        if begin < 0 or end < begin or end > len(indices):
+            return max(min(begin, len(indices) - 1), 0)
         for e in range(begin, end):
-            if row[e] < 0 or row[e] >= num_src:
+            if indices[e] < 0 or indices[e] >= num_src:
                 return e
-        out[first + d * step + 2] += end - begin
+        out[first + d * step + 1] += end - begin
     return -1
 
 
 @njit(nogil=True, cache=True)
-def _accumulate(out, num_columns):
-    # `out[c + 1]` becomes the first edge of column c
-    for c in range(2, num_columns + 1):
+def _accumulate(out):
+    for c in range(1, len(out)):
         out[c] += out[c - 1]
 
 
 @njit(nogil=True, cache=True)
 def _place(
-    row, col, num_dst, first, step, first_row, first_pair, pair_step, out, indices, pairs
+    indptr, indices, num_dst, first, step, first_row, first_pair, pair_step, offsets, out, pairs
 ):  # fmt: skip
-    """Write the edges; `out[c + 1]` becomes the end of column c."""
-    for e in range(len(col)):
-        if col[e] < num_dst:
-            c = first + col[e] * step + 1
-            position = out[c]
-            out[c] = position + 1
-            indices[position] = first_row + row[e]
-            pairs[position] = first_pair + row[e] * pair_step
-
-
-@njit(nogil=True, cache=True)
-def _place_csc(
-    row, indptr, num_dst, first, step, first_row, first_pair, pair_step, out, indices, pairs
-):  # fmt: skip
-    """`_place` for edges in CSC format."""
+    """Write the edges to the columns that begin at `offsets`."""
     for d in range(num_dst):
-        c = first + d * step + 1
-        position = out[c]
+        position = offsets[first + d * step]
         for e in range(indptr[d], indptr[d + 1]):
-            indices[position] = first_row + row[e]
-            pairs[position] = first_pair + row[e] * pair_step
+            out[position] = first_row + indices[e]
+            pairs[position] = first_pair + indices[e] * pair_step
             position += 1
-        out[c] = position
 
 
 def merge_relations(
@@ -184,45 +147,32 @@ def merge_relations(
         InvalidEdge: an edge has a position out of range.
     """
     empty = empty or _empty
-    # one more element, so that counting can shift by two
-    shifted = empty(num_columns + 2, torch.int64)
-    counts = shifted.numpy()
-    counts[:] = 0
-    arrays = []
-    for number, each in enumerate(relations):
-        row, is_csc = each.row.numpy(), each.col is None
-        second = each.indptr if each.col is None else each.col
-        assert second is not None, "a relation has columns or offsets"
-        arrays.append((row, second.numpy()))
+    offsets = empty(num_columns + 1, torch.int64).zero_()
+    arrays = [(each.indptr.numpy(), each.indices.numpy()) for each in relations]
+    for number, (own, each) in enumerate(zip(arrays, relations, strict=True)):
         column = each.first_column + each.in_number
-        if is_csc:
-            ends = (each.num_src, each.num_dst)
-            wrong = _count_csc(*arrays[-1], *ends, column, each.num_in, counts)
-        else:
-            bounds = (each.num_src, each.num_known, each.num_dst)
-            wrong = _count(*arrays[-1], *bounds, column, each.num_in, counts)
+        bounds = (each.num_src, each.num_dst)
+        wrong = _count(*own, *bounds, column, each.num_in, offsets.numpy())
         if wrong >= 0:
             raise InvalidEdge(number, wrong)
-    _accumulate(counts, num_columns + 1)
-    num_edges = int(counts[num_columns + 1])
+    _accumulate(offsets.numpy())
+    num_edges = int(offsets[-1])
     indices = empty(num_edges, index_dtype(num_rows))
     pairs = empty(num_edges, index_dtype(num_pairs))
-    for (row, second_array), each in zip(arrays, relations, strict=True):
-        place = _place_csc if each.col is None else _place
-        place(
-            row,
-            second_array,
+    for own, each in zip(arrays, relations, strict=True):
+        _place(
+            *own,
             each.num_dst,
             each.first_column + each.in_number,
             each.num_in,
             each.first_row,
             each.first_pair + each.out_number,
             each.num_out,
-            counts,
+            offsets.numpy(),
             indices.numpy(),
             pairs.numpy(),
         )
-    return MergedEdges(shifted[: num_columns + 1], indices, pairs)
+    return MergedEdges(offsets, indices, pairs)
 
 
 def index_dtype(count: int) -> torch.dtype:

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from gcnzc.kernels.sample.hetero_reference import sample_hetero_reference
 from scipy.stats import chi2
 
 from gcnzc.graph.hetero import EdgeStore, HeteroGraph
 from gcnzc.kernels.sample import hetero as kernels_hetero
-from gcnzc.kernels.sample.hetero_reference import sample_hetero_reference
 from gcnzc.sampling import HeteroLinkSampler, HeteroSampler, build_full_hetero_blocks
 from tests.hetero_graphs import assert_equal, random_graph, random_seeds
 

@@ -19,7 +19,6 @@ from gcnzc.interop.dgl.dgl_sampler import sampling_thread
 from gcnzc.interop.dgl.importing import import_dgl
 from gcnzc.interop.options import generator, unique_with_inverse
 from gcnzc.kernels.philox import philox4x32_reference, split_key
-from gcnzc.kernels.sample.exclude import ExcludedEdges
 from gcnzc.sampling.neighbor import Sampler
 
 Result = tuple[Any, ...]
@@ -94,7 +93,7 @@ class EdgeEngine:
         nodes, local = unique_with_inverse(torch.cat([src, dst, *negatives]))
         src, dst, *negatives = local.tensor_split(_split_points([src, dst, *negatives]))
         pair_graph = self.blocks.build_pair_graph(nodes, src, dst, items)
-        batch = self._sampler.sample(nodes, epoch, self._excluded_edges(items, nodes))
+        batch = self._sampler.sample(nodes, epoch, self._excluded_edges(items))
         blocks = self.blocks.build(batch)
         inputs = blocks[0].srcdata[import_dgl().NID]
         _, _, blocks = self._graph_sampler.sampler.assign_lazy_features((inputs, None, blocks))
@@ -123,8 +122,8 @@ class EdgeEngine:
             )
         return [ends.long() for ends in found]
 
-    def _excluded_edges(self, items: Tensor, nodes: Tensor) -> ExcludedEdges | None:
-        """Return the excluded edges among the in-edges of `nodes`, which are sorted."""
+    def _excluded_edges(self, items: Tensor) -> Tensor | None:
+        """Return the positions of the excluded edges."""
         sampler = self._graph_sampler
         if sampler.exclude == "reverse_id":
             self._check_reverse_ids(items)
@@ -133,14 +132,9 @@ class EdgeEngine:
         )
         if edges is None:
             return None
-        edges = torch.from_numpy(np.unique(edges.numpy()))
         # as in DGL, ids that are not edges exclude nothing
-        edges = edges[(edges >= 0) & (edges < self.blocks.graph.num_edges())]
-        _, dst = self.blocks.graph.find_edges(edges.to(self.blocks.dtype))
-        found = np.searchsorted(nodes.numpy(), dst.numpy())
-        locals_ = torch.from_numpy(found)
-        positions = edges if self._positions is None else self._positions[edges.long()]
-        return exclude_edges(self.blocks.csc.graph.indptr.numpy(), nodes, locals_, positions)
+        edges = edges[(edges >= 0) & (edges < self.blocks.graph.num_edges())].long()
+        return edges if self._positions is None else self._positions[edges]
 
     def _check_reverse_ids(self, items: Tensor) -> None:
         graph = self.blocks.graph
@@ -249,28 +243,6 @@ def sample_with_dgl(sample: Callable[[], Any], seed: int, epoch: int, items: Ten
         return sample()
 
     return sampling_thread(os.getpid()).submit(seeded).result()
-
-
-def exclude_edges(
-    indptr: np.ndarray, nodes: Tensor, locals_: Tensor, positions: Tensor
-) -> ExcludedEdges:
-    """Return single excluded edges in the format of `gcnzc.kernels.sample`.
-
-    Args:
-        indptr: (N + 1,) int64 of the graph.
-        nodes: (S,) int64 node ids.
-        locals_: (K,) int64 in [0, S): the index in `nodes` of each edge's destination.
-        positions: (K,) int64 positions of the edges in the graph's CSC, all different.
-    """
-    # sorted by index in `nodes` first, since `nodes` may have any order
-    order = np.lexsort((positions.numpy(), locals_.numpy()))
-    column, position = locals_.numpy()[order], positions.numpy()[order]
-    first = np.searchsorted(column, np.arange(len(nodes) + 1))
-    excluded_before = np.arange(len(column)) - first[column]
-    included_before = position - indptr[nodes.numpy()[column]] - excluded_before
-    return ExcludedEdges(
-        first.astype(np.int64), included_before.astype(np.int64), excluded_before + 1
-    )
 
 
 def _dgl_seed(seed: int, epoch: int, items: Tensor) -> int:

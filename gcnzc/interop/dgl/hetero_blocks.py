@@ -26,7 +26,6 @@ from gcnzc.interop.dgl.blocks import (
     make_id_column,
     sort_columns,
 )
-from gcnzc.kernels.structure.bipartite import column_offsets
 from gcnzc.kernels.structure.relation_columns import index_dtype
 from gcnzc.sampling.hetero import HeteroBatch
 
@@ -148,25 +147,26 @@ class HeteroBlockBuilder(GraphView):
         """
         assert batch.num_edges is not None, "directional subgraphs have numbers of edges"
         num_nodes = {kind: [*accumulate(own)] for kind, own in batch.num_nodes.items()}
-        num_edges = {kind: [0, *accumulate(own)] for kind, own in batch.num_edges.items()}
         num_hops = len(next(iter(num_nodes.values()))) - 1
         # converted once, for all blocks
         nodes = {kind: convert_ids(ids, self.dtype) for kind, ids in batch.nodes.items()}
-        return [
-            self._block(
-                batch,
-                nodes,
-                {kind: (own[hop], own[hop + 1]) for kind, own in num_nodes.items()},
-                {kind: slice(own[hop], own[hop + 1]) for kind, own in num_edges.items()},
-            )
-            for hop in reversed(range(num_hops))
-        ]
+        ends = dict.fromkeys(batch.indices, 0)
+        blocks = []
+        for hop in range(num_hops):
+            counts = {kind: (own[hop], own[hop + 1]) for kind, own in num_nodes.items()}
+            edges = {each: batch.csc(each, hop) for each in batch.indices}
+            begins = ends
+            ends = {each: begins[each] + len(indices) for each, (_, indices) in edges.items()}
+            slices = {each: slice(begins[each], ends[each]) for each in edges}
+            blocks.append(self._block(batch, nodes, counts, edges, slices))
+        return blocks[::-1]
 
     def _block(
         self,
         batch: HeteroBatch,
         nodes: Mapping[str, Tensor],
         counts: Mapping[str, tuple[int, int]],
+        edges: Mapping[EdgeType, tuple[Tensor, Tensor]],
         slices: Mapping[EdgeType, slice],
     ) -> Any:
         """Return the block of one hop.
@@ -175,19 +175,19 @@ class HeteroBlockBuilder(GraphView):
             batch: the batch.
             nodes: ids of all its nodes by type.
             counts: the numbers of destinations and sources by type.
-            slices: the edges of the hop by type.
+            edges: offsets and sources of the edges of the hop by type.
+            slices: their places among the edges of all hops.
         """
         assert batch.edge_ids is not None, "DGL's blocks have edge ids"
         dgl, graph = self._dgl, self.graph
         relations, id_columns = [], []
         for each in graph.canonical_etypes:
-            part = slices[each]
+            (indptr, indices), part = edges[each], slices[each]
             num_dst, num_src = counts[each[2]][0], counts[each[0]][1]
-            indptr = torch.from_numpy(column_offsets(batch.col[each][part].numpy(), num_dst))
             relation = dgl.heterograph_index.create_unitgraph_from_csr(
                 *(2, num_src, num_dst),
                 convert_ids(indptr, self.dtype),
-                convert_ids(batch.row[each][part], self.dtype),
+                convert_ids(indices, self.dtype),
                 make_edge_numbers(part.stop - part.start, self.dtype),
                 *(FORMATS, True),
             )

@@ -188,7 +188,7 @@ class HeteroPygLoader(PygLoader):
         batch = sampler.sample(seeds, epoch, times)
         found, edge_ids = self._found, batch.edge_ids or {}
         # bidirectional subgraphs have no edge ids
-        ids = batch.nodes | {each: edge_ids.get(each) for each in batch.row}
+        ids = batch.nodes | {each: edge_ids.get(each) for each in batch.indices}
         values = found.slice_on_host(ids)
         if self._stored is not None:
             values |= self._stored.gather(ids)
@@ -197,10 +197,8 @@ class HeteroPygLoader(PygLoader):
                 values[node_type, "num_nodes"] = len(nodes)
             if (node_type, "n_id") not in found:
                 values.setdefault((node_type, "n_id"), nodes)
-        for edge_type in batch.row:
-            edges = batch.row[edge_type], batch.col[edge_type]
-            out = self.pool.empty((2, len(edges[0])), torch.int64)
-            values[edge_type, "edge_index"] = torch.stack(edges, out=out)
+        for edge_type in batch.indices:
+            values[edge_type, "edge_index"] = batch.edge_index(edge_type, self.pool.empty)
             if ids[edge_type] is not None and (edge_type, "e_id") not in found:
                 values.setdefault((edge_type, "e_id"), ids[edge_type])
         for node_type, numbers in (batch.subgraphs or {}).items():

@@ -11,8 +11,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -33,7 +31,6 @@ from gcnzc.interop.pyg.one_type import sample_one_type, to_one_type
 from gcnzc.interop.pyg.sampler import PygSampler, make_sampler, settings_of
 from gcnzc.interop.pyg.stores import StoredAttributes, has_types, is_store_pair, open_stores
 from gcnzc.kernels.buffers import Pool
-from gcnzc.kernels.sample import Sample
 from gcnzc.kernels.structure.csc import csc_to_coo
 from gcnzc.sampling.batch import Block
 from gcnzc.sampling.hetero import HeteroSampler
@@ -291,24 +288,25 @@ class PygLoader(DropInLoader):
             return LibraryBatch(nodes, nodes[: len(seeds)], (), parts=fields)
         subgraph = self._sampler(seeds, epoch, self.pool)
         assert subgraph.edge_ids is not None, "requested by PygSampler"
-        num_nodes = list(subgraph.num_nodes)[: self._sampler.num_hops + 1]
-        num_edges = [len(indices) for indices in subgraph.indices][: self._sampler.num_hops]
-        positions = [ids.numpy() for ids in subgraph.edge_ids]
-        new_nodes = [num_nodes[0], *(after - before for before, after in pairwise(num_nodes))]
+        (nodes,), (edge_ids,) = subgraph.nodes, subgraph.edge_ids
+        num_hops = self._sampler.num_hops
+        num_nodes = [own for (own,) in subgraph.num_nodes]
+        num_edges = [own for (own,) in subgraph.num_edges]
         fields |= {
-            "num_sampled_nodes": new_nodes,
-            "num_sampled_edges": num_edges,
-            "e_id": _original_edge_ids(
-                torch.from_numpy(np.concatenate(positions)), self._csc.order
-            ),
+            "num_sampled_nodes": np.diff(num_nodes[: num_hops + 1], prepend=0).tolist(),
+            "num_sampled_edges": np.diff(num_edges[: num_hops + 1]).tolist(),
+            "e_id": _original_edge_ids(edge_ids, self._csc.order),
         }
-        self._add_attributes(fields, subgraph.nodes)
-        blocks = _to_blocks(subgraph)
+        self._add_attributes(fields, nodes)
+        # all edges: the destinations are the nodes that were known before the last hop
+        block = Block(
+            subgraph.indptr[0], subgraph.indices[0], len(nodes), num_nodes[-2], nodes=nodes
+        )
         if self.device.type == "cpu":
-            # blocks have less than half the bytes of `edge_index`, so a GPU gets them, and converts
-            # them itself
-            fields["edge_index"] = edge_index_of(blocks)
-        return LibraryBatch(subgraph.nodes, subgraph.nodes[: len(seeds)], blocks, parts=fields)
+            # the block has less than half the bytes of `edge_index`, so a GPU gets it, and converts
+            # it itself
+            fields["edge_index"] = edge_index_of(block)
+        return LibraryBatch(nodes, nodes[: len(seeds)], (block,), parts=fields)
 
     def _add_attributes(self, fields: dict[str, Any], nodes: Tensor) -> None:
         """Add the attributes on the host of the nodes and of the edges `e_id`."""
@@ -332,7 +330,8 @@ class PygLoader(DropInLoader):
             if isinstance(value, Tensor):
                 fields[name] = value.to(device)
         if "edge_index" not in fields:
-            fields["edge_index"] = edge_index_of(batch.blocks)
+            (block,) = batch.blocks
+            fields["edge_index"] = edge_index_of(block)
 
     def _finish(self, batch: LibraryBatch) -> Any:
         found, prefetched = self._attributes, self._attributes.prefetched
@@ -365,44 +364,16 @@ class NumNeighborsStub:
         self.num_neighbors = num_neighbors
 
 
-def edge_index_of(blocks: Sequence[Block]) -> Tensor:
-    """Return the edges of blocks, (2, E) int64, hop by hop from the seeds, on their device."""
-    num_edges = sum(block.num_edges for block in blocks)
-    on_host = blocks[0].device.type == "cpu"
-    empty = _pool.empty if on_host else partial(torch.empty, device=blocks[0].device)
-    out = empty((2, num_edges), dtype=torch.int64)
-    begin = num_expanded = 0
-    for block in reversed(blocks):
-        edges = out[:, begin : begin + block.num_edges]
-        # destinations before `num_expanded` were expanded in earlier hops
-        if on_host:
-            csc_to_coo(block.indptr, block.indices, edges, num_expanded)
-        else:
-            _edges_on_gpu(block, edges, num_expanded)
-        begin, num_expanded = begin + block.num_edges, block.num_dst
-    return out
-
-
-def _edges_on_gpu(block: Block, out: Tensor, first: int) -> None:
+def edge_index_of(block: Block) -> Tensor:
+    """Return the edges of a block, (2, E) int64 in the order of the destinations, on its device."""
+    shape = (2, block.num_edges)
+    if block.device.type == "cpu":
+        out = _pool.empty(shape, dtype=torch.int64)
+        return csc_to_coo(block.indptr, block.indices, out)
+    out = torch.empty(shape, dtype=torch.int64, device=block.device)
     out[0] = block.indices
-    out[1] = torch.repeat_interleave(
-        torch.arange(first, block.num_dst, device=out.device),
-        block.indptr[first:].diff(),
-        output_size=block.num_edges,
-    )
-
-
-def _to_blocks(subgraph: Sample) -> tuple[Block, ...]:
-    return tuple(
-        Block(
-            subgraph.indptr[hop],
-            subgraph.indices[hop],
-            num_src=subgraph.num_nodes[hop + 1],
-            num_dst=subgraph.num_nodes[hop],
-            nodes=subgraph.nodes[: subgraph.num_nodes[hop + 1]],
-        )
-        for hop in reversed(range(len(subgraph.indices)))
-    )
+    out[1] = torch.repeat_interleave(block.indptr.diff(), output_size=block.num_edges)
+    return out
 
 
 def _original_edge_ids(edges: Tensor, order: Column | None) -> Tensor:

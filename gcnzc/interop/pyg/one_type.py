@@ -101,14 +101,15 @@ def sample_one_type(
     batch = sampler.sample({NODE: seeds}, epoch, times)
     assert batch.edge_ids is not None, "the sampler returns edge ids"
     nodes, edges = batch.nodes[NODE], batch.edge_ids[EDGE]
-    row, col = batch.row[EDGE], batch.col[EDGE]
+    edge_index = batch.edge_index(EDGE)
     num_nodes, num_edges = batch.num_nodes[NODE], None
     if sampling.subgraph_type == "bidirectional":
-        row, col, edges = merge_reverses(row, col, edges, len(nodes))
+        row, col, edges = merge_reverses(edge_index[0], edge_index[1], edges, len(nodes))
+        edge_index = torch.stack([row, col])
     elif batch.num_edges is not None:
         num_edges = list(batch.num_edges[EDGE])[: sampling.num_hops]
     return nodes, {
-        "edge_index": torch.stack([row, col]),
+        "edge_index": edge_index,
         "e_id": edges,
         "batch": None if batch.subgraphs is None else batch.subgraphs[NODE],
         "num_sampled_nodes": None

@@ -9,7 +9,8 @@ from gcnzc.graph.graph import Graph
 from gcnzc.interop.pyg.hetero_arguments import Sampling
 from gcnzc.interop.pyg.hetero_graph import TypedGraph
 from gcnzc.kernels.buffers import Pool
-from gcnzc.kernels.sample import Sample, Workspace, sample
+from gcnzc.kernels.sample import HopSampler, Options, Sample
+from gcnzc.kernels.sample.graph import one_type_tables
 from gcnzc.loader.state import plain_settings
 from gcnzc.sampling.hetero import HeteroSampler
 from gcnzc.sampling.neighbor import check_seeds, invalid_graph_errors
@@ -32,11 +33,11 @@ class PygSampler:
     def __init__(self, graph: Graph, num_neighbors: Sequence[int], seed: int) -> None:
         self.graph = graph
         self.num_hops = len(num_neighbors)
-        # `sample` needs at least one hop: without any, one hop of no neighbours
-        self.num_neighbors = check_fanouts("num_neighbors", num_neighbors or [0])
-        self._seed = check_seed("seed", seed)
-        # one workspace per concurrent thread; append and pop are atomic
-        self._idle: list[Workspace] = []
+        # a sampler has at least one hop: without any, one hop of no neighbours
+        fanouts = check_fanouts("num_neighbors", num_neighbors or [0])
+        tables = one_type_tables(graph.indptr, graph.indices, check_seed("seed", seed))
+        options = Options(tuple((fanout,) for fanout in fanouts), own_loops=True)
+        self._hops = HopSampler(tables, options)
 
     def __call__(self, seeds: Tensor, epoch: int, pool: Pool) -> Sample:
         """Sample the subgraph of `seeds`, in memory of `pool`.
@@ -49,22 +50,9 @@ class PygSampler:
         Raises:
             ValueError: a seed is not a node.
         """
-        workspace = self._idle.pop() if self._idle else Workspace()
+        seeds = check_seeds("seeds", seeds, self.graph.num_nodes)
         with invalid_graph_errors(self.graph):
-            subgraph = sample(
-                self.graph.indptr,
-                self.graph.indices,
-                check_seeds("seeds", seeds, self.graph.num_nodes),
-                self.num_neighbors,
-                self._seed,
-                epoch,
-                edge_ids=True,
-                once=True,
-                workspace=workspace,
-                empty=pool.empty,
-            )
-        self._idle.append(workspace)
-        return subgraph
+            return self._hops.sample([(0, seeds)], epoch, empty=pool.empty)
 
 
 def make_sampler(typed: TypedGraph, sampling: Sampling, seed: int) -> HeteroSampler:

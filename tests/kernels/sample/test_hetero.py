@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 from bits import same_tensors
-
-from gcnzc.kernels.sample import hetero
 from gcnzc.kernels.sample.hetero import HeteroOptions, HeteroWorkspace, sample_hetero
 from gcnzc.kernels.sample.hetero_graph import HeteroTables, Relation
 from gcnzc.kernels.sample.hetero_reference import sample_hetero_reference
+
+from gcnzc.kernels.sample import hetero
 
 NUM_NODES, NODE_TYPES = [700, 300], ["u", "v"]
 EDGE_TYPES = [("u", "r", "v"), ("v", "s", "u")]

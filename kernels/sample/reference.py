@@ -1,64 +1,68 @@
-"""Reference for `gcnzc.kernels.sample.hetero`, in plain Python; the results are equal."""
+"""Reference for `gcnzc.kernels.sample`, in plain Python; the results are equal."""
 
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from gcnzc.kernels.philox import philox4x32_reference
-from gcnzc.kernels.sample.hetero import HeteroOptions, HeteroSample
-from gcnzc.kernels.sample.hetero_graph import RELATION_KEY, TYPE_KEY, Relation, derive_key
+from gcnzc.kernels.sample import Options
+from gcnzc.kernels.sample.graph import GraphTables, Relation
+
+Edge = tuple[int, int, int]  # local ids of source and destination, and the id
 
 
-def sample_hetero_reference(
-    num_nodes: Sequence[int],
-    node_types: Sequence[str],
-    relations: Sequence[Relation],
-    edge_types: Sequence[Sequence[str]],
-    options: HeteroOptions,
-    seeds: Sequence[tuple[int, Tensor]],
+@dataclass(frozen=True)
+class ReferenceSample:
+    """A sampled neighbourhood; lists have one element for each node type or edge type."""
+
+    nodes: list[list[int]]
+    subgraphs: list[list[int]]  # zeros if they are not disjoint
+    edges: list[list[list[Edge]]]  # by hop, in the order of sampling; one list if they are induced
+    num_nodes: list[list[int]]  # before each hop, and at the end, by type
+
+
+def sample_reference(
+    graph: GraphTables,
+    options: Options,
+    seeds: Sequence[tuple[int, Sequence[int]]],
     epoch: int,
-    seed: int,
-    seed_times: Tensor | None = None,
+    seed_times: Sequence[int] = (),
     excluded: Mapping[int, Sequence[int]] | None = None,
-) -> HeteroSample:
-    """Return what `sample_hetero` returns with `HeteroTables` of the same graph and seed."""
-    types, times = range(len(num_nodes)), [] if seed_times is None else seed_times.tolist()
+) -> ReferenceSample:
+    """Return what `HopSampler(graph, options).sample` returns."""
+    relations, types = graph.relations, range(len(graph.num_nodes))
     nodes: list[list[tuple[int, int]]] = [[] for _ in types]  # (subgraph, node)
     keys = [(0, 0)]
     first = 0
     for t, ids in seeds:
-        for node in ids.tolist():
-            nodes[t].append((first if options.disjoint else 0, node))
+        for node in ids:
+            nodes[t].append((first if options.disjoint else 0, int(node)))
             if options.disjoint:
-                time = times[first] if options.temporal else 0
-                low, high = ((x & 0xFFFFFFFF, x >> 32 & 0xFFFFFFFF) for x in (node, time))
-                key = derive_key(seed, TYPE_KEY, node_types[t])
-                words = philox4x32_reference(*low, *high, *key)
+                own_time = seed_times[first] if options.temporal else 0
+                low, high = ((x & 0xFFFFFFFF, x >> 32 & 0xFFFFFFFF) for x in (int(node), own_time))
+                words = philox4x32_reference(*low, *high, *graph.type_keys[t])
                 keys[first:] = [(int(words[0]), int(words[1]))]
             first += 1
     local = [{pair: i for i, pair in reversed(list(enumerate(nodes[t])))} for t in types]
-    edges: list[list[tuple[int, int, int]]] = [[] for _ in relations]  # (row, col, edge id)
-    num_new = [[len(nodes[t])] for t in types]
-    num_edges: list[list[int]] = [[] for _ in relations]
+    edges: list[list[list[Edge]]] = [[] for _ in relations]
+    num_nodes = [[len(own) for own in nodes]]
     begins = [0 for _ in types]
     for hop, fanouts in enumerate(options.fanouts):
         ends = [len(nodes[t]) for t in types]
-        before = [len(edges[r]) for r in range(len(relations))]
         for r, relation in enumerate(relations):
-            key = derive_key(seed, RELATION_KEY, *edge_types[r])
+            chosen: list[Edge] = []
             for col in range(begins[relation.dst], ends[relation.dst]):
                 subgraph, node = nodes[relation.dst][col]
-                time = times[subgraph] if options.temporal else None
+                time = seed_times[subgraph] if options.temporal else None
                 column = eligible_edges(relation, node, time, (excluded or {}).get(r, ()))
                 is_dated = relation.edge_time is not None or relation.node_time is not None
                 if options.temporal == "last" and is_dated and fanouts[r] > 0:
                     column = _last(relation, column, fanouts[r])
-                own_key = (key[0] ^ keys[subgraph][0], key[1] ^ keys[subgraph][1])
+                own_key = (relation.key[0] ^ keys[subgraph][0], relation.key[1] ^ keys[subgraph][1])
                 for position in _choose(
                     relation, column, fanouts[r], node, hop, epoch, own_key, options
                 ):
@@ -66,30 +70,22 @@ def sample_hetero_reference(
                     if pair not in local[relation.src]:
                         local[relation.src][pair] = len(nodes[relation.src])
                         nodes[relation.src].append(pair)
-                    edges[r].append((local[relation.src][pair], col, _edge_id(relation, position)))
+                    is_loop = relation.src == relation.dst and pair == (subgraph, node)
+                    row = col if options.own_loops and is_loop else local[relation.src][pair]
+                    chosen.append((row, col, _edge_id(relation, position)))
+            edges[r].append(chosen)
         begins = ends if options.once else begins
-        for t in types:
-            num_new[t].append(len(nodes[t]) - ends[t])
-        for r in range(len(relations)):
-            num_edges[r].append(len(edges[r]) - before[r])
+        num_nodes.append([len(own) for own in nodes])
     if options.induced:
         edges = [
-            _induced(relation, nodes, local, times, options, (excluded or {}).get(r, ()))
+            [_induced(relation, nodes, local, seed_times, options, (excluded or {}).get(r, ()))]
             for r, relation in enumerate(relations)
         ]
-    columns = [
-        [torch.tensor([e[i] for e in own], dtype=torch.int64) for own in edges] for i in range(3)
-    ]
-    return HeteroSample(
-        nodes=tuple(torch.tensor([n for _, n in own], dtype=torch.int64) for own in nodes),
-        subgraphs=tuple(torch.tensor([s for s, _ in own], dtype=torch.int64) for own in nodes)
-        if options.disjoint
-        else None,
-        rows=tuple(columns[0]),
-        cols=tuple(columns[1]),
-        edge_ids=tuple(columns[2]) if options.edge_ids else None,
-        num_nodes=tuple(map(tuple, num_new)),
-        num_edges=None if options.induced else tuple(map(tuple, num_edges)),
+    return ReferenceSample(
+        [[node for _, node in own] for own in nodes],
+        [[subgraph for subgraph, _ in own] for own in nodes],
+        edges,
+        num_nodes,
     )
 
 
@@ -119,9 +115,9 @@ def _induced(
     nodes: Sequence[Sequence[tuple[int, int]]],
     local: Sequence[dict[tuple[int, int], int]],
     times: Sequence[int],
-    options: HeteroOptions,
+    options: Options,
     excluded: Sequence[int],
-) -> list[tuple[int, int, int]]:
+) -> list[Edge]:
     edges = []
     for col, (subgraph, node) in enumerate(nodes[relation.dst]):
         time = times[subgraph] if options.temporal else None
@@ -147,7 +143,7 @@ def _choose(
     hop: int,
     epoch: int,
     key: tuple[int, int],
-    options: HeteroOptions,
+    options: Options,
 ) -> list[int]:
     """Return the sampled positions of a column, in the order of sampling."""
     weights = None
