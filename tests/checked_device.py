@@ -34,8 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gcnzc.features import cache as features_cache
 from gcnzc.features import table
 from gcnzc.kernels import buffers
+from gcnzc.kernels.sample import HopSampler
 from gcnzc.loader import base, loader, transfer
-from gcnzc.sampling import hetero, neighbor
+from gcnzc.sampling import hetero
 
 ROOT = Path(__file__).parents[1]
 # calls of this code are left out: all that shares memory with streams
@@ -358,8 +359,7 @@ def replacements():
         (transfer, "gather", watching(transfer.gather, tensors_of)),
         (table, "gather_sparse", watching(table.gather_sparse, tensors_of)),
         (features_cache, "gather_cached", gather_cached),
-        (neighbor, "sample", watching(neighbor.sample, tensors_of)),
-        (hetero, "sample_hetero", watching(hetero.sample_hetero, tensors_of)),
+        (HopSampler, "sample", watching(HopSampler.sample, tensors_of)),
         (hetero, "merge_relations", watching(hetero.merge_relations, tensors_of)),
     ]
 

@@ -16,7 +16,7 @@ from torch_geometric.sampler import NegativeSampling
 from torch_geometric.utils import trim_to_layer
 
 from gcnzc import FeatureTable
-from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader, TableStore, importing, minibatches
+from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader, TableStore, importing
 
 NODES, EDGES = 300, 3000
 EDGE = torch.tensor([[0], [1]])
@@ -167,18 +167,6 @@ def test_negatives_are_sampled_by_weight(data):
     sampling = NegativeSampling("binary", 4, src_weight=only[:9], dst_weight=only)
     with pytest.raises(ValueError, match="neg_sampling has 9 weights for 300 nodes"):
         LinkNeighborLoader(data, [2], neg_sampling=sampling)
-
-
-def test_edges_built_on_a_gpu_equal_those_built_on_the_host(data):
-    loader = NeighborLoader(data, [3, 2])
-    blocks = loader.sample(torch.arange(40), 0).blocks
-    wanted, first, begin = minibatches.edge_index_of(blocks), 0, 0
-    for block in reversed(blocks):
-        part = torch.empty(2, block.num_edges, dtype=torch.int64)
-        minibatches._edges_on_gpu(block, part, first)
-        assert torch.equal(part, wanted[:, begin : begin + block.num_edges])
-        first, begin = block.num_dst, begin + block.num_edges
-    assert begin == wanted.shape[1] > 0
 
 
 @pytest.mark.parametrize("Loader", [NeighborLoader, LinkNeighborLoader])

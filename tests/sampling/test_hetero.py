@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from gcnzc.kernels.sample.hetero_reference import sample_hetero_reference
 from scipy.stats import chi2
 
 from gcnzc.graph.hetero import EdgeStore, HeteroGraph
-from gcnzc.kernels.sample import hetero as kernels_hetero
+from gcnzc.kernels import sample as kernels_sample
+from gcnzc.kernels.sample.reference import sample_reference
 from gcnzc.sampling import HeteroLinkSampler, HeteroSampler, build_full_hetero_blocks
 from tests.hetero_graphs import assert_equal, random_graph, random_seeds
 
@@ -34,7 +34,7 @@ def random_options(random, times, weights):
 @pytest.fixture(params=["direct", "hashed"])
 def table(request, monkeypatch):
     if request.param == "hashed":
-        monkeypatch.setattr(kernels_hetero, "DIRECT_NODES", 0)
+        monkeypatch.setattr(kernels_sample, "DIRECT_NODES", 0)
 
 
 @pytest.mark.parametrize("times", ["none", "node", "edge", "both"])
@@ -55,20 +55,34 @@ def test_equals_the_reference(times, weights):
             seeds, seed_times = random_seeds(graph, trial + epoch)
             seed_times = seed_times if options["temporal"] else None
             drawn = sampler.sample(seeds, epoch, seed_times)
-            expected = sample_hetero_reference(
-                [graph.num_nodes(name) for name in graph.node_types],
-                graph.node_types,
-                sampler._tables.relations,
-                graph.edge_types,
+            numbers = graph.node_types
+            expected = sample_reference(
+                sampler._hops.graph,
                 sampler.options,
-                [(graph.node_types.index(name), ids) for name, ids in seeds.items()],
+                [(numbers.index(name), ids) for name, ids in seeds.items()],
                 epoch,
-                options["seed"],
-                seed_times,
+                () if seed_times is None else seed_times.tolist(),
             )
-            assert_equal(drawn, sampler._to_batch(expected, seeds, seed_times))
+            assert_equals_reference(drawn, expected, graph)
             num_edges += sum(map(len, drawn.row.values()))
     assert num_edges > 200
+
+
+def assert_equals_reference(batch, expected, graph):
+    for t, name in enumerate(graph.node_types):
+        assert batch.nodes[name].tolist() == expected.nodes[t]
+        counts = np.cumsum(batch.num_nodes[name]).tolist()
+        assert counts == [own[t] for own in expected.num_nodes]
+        if batch.subgraphs is not None:
+            assert batch.subgraphs[name].tolist() == expected.subgraphs[t]
+    for by_hop, each in zip(expected.edges, graph.edge_types, strict=True):
+        edges = [edge for own in by_hop for edge in own]
+        assert batch.row[each].tolist() == [row for row, _, _ in edges]
+        assert batch.col[each].tolist() == [col for _, col, _ in edges]
+        if batch.edge_ids is not None:
+            assert batch.edge_ids[each].tolist() == [edge for _, _, edge in edges]
+        if batch.num_edges is not None:
+            assert list(batch.num_edges[each]) == [len(own) for own in by_hop]
 
 
 def reachable(graph, batch):

@@ -1,5 +1,6 @@
 """A batch is the sampled neighbourhood of its seeds, and does not depend on threads."""
 
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from bits import same_tensors
 
 from gcnzc.graph.graph import Graph
-from gcnzc.kernels.sample import MAX_DEGREE, sample_reference
+from gcnzc.kernels.sample.reference import sample_reference
 from gcnzc.sampling.batch import Block
 from gcnzc.sampling.neighbor import Sampler
 
@@ -22,9 +23,10 @@ def graph():
 
 def test_a_batch_equals_the_reference_with_the_input_layer_first(graph):
     seeds = torch.tensor([7, 0, 1999])
-    batch = Sampler(graph, [4, 3, 2], seed=5).sample(seeds, epoch=6)
-    drawn = sample_reference(graph.indptr, graph.indices, seeds, [2, 3, 4], 5, 6)
-    assert torch.equal(batch.nodes, drawn.nodes)
+    sampler = Sampler(graph, [4, 3, 2], seed=5)
+    batch = sampler.sample(seeds, epoch=6)
+    drawn = sample_reference(sampler._hops.graph, sampler._hops.options, [(0, seeds)], 6)
+    assert batch.nodes.tolist() == drawn.nodes[0]
     assert torch.equal(batch.seeds, seeds)
     shapes = f"seeds=(3,), nodes=({len(batch.nodes)},)"
     assert repr(batch).startswith(f"Batch({shapes}, blocks=(Block(num_src={len(batch.nodes)}, num")
@@ -32,10 +34,12 @@ def test_a_batch_equals_the_reference_with_the_input_layer_first(graph):
     assert batch.y is None
     assert batch.times["sample_s"] > 0
     for hop, block in enumerate(reversed(batch.blocks)):
-        assert torch.equal(block.indptr, drawn.indptr[hop])
-        assert torch.equal(block.indices, drawn.indices[hop])
-        assert (block.num_dst, block.num_src) == drawn.num_nodes[hop : hop + 2]
-        assert torch.equal(block.nodes, drawn.nodes[: block.num_src])
+        rows, cols, _ = zip(*drawn.edges[0][hop], strict=True)
+        assert block.indices.tolist() == list(rows)
+        targets = torch.arange(block.num_dst).repeat_interleave(block.indptr.diff())
+        assert targets.tolist() == list(cols)
+        assert [[block.num_dst], [block.num_src]] == drawn.num_nodes[hop : hop + 2]
+        assert torch.equal(block.nodes, batch.nodes[: block.num_src])
         assert block.num_edges == len(block.indices)
         assert block.edge_ids is None
     assert batch.blocks[0].num_src == len(batch.nodes)
@@ -96,23 +100,19 @@ def test_a_seed_out_of_range_is_rejected(graph, seed):
         Sampler(graph, [2]).sample(torch.tensor([5, seed]), 0)
 
 
-class Huge(Graph):
-    """A node of some in-degree, without its 16 GB of edges."""
+def test_excluded_edges_are_positions_in_the_graph(graph):
+    sampler, seeds = Sampler(graph, [-1, -1], edge_ids=True), torch.arange(50)
+    excluded = torch.randperm(graph.num_edges)[:20_000]
+    met = torch.cat([block.edge_ids for block in sampler.sample(seeds, 0, excluded).blocks])
+    assert not bool(torch.isin(met, excluded).any())
+    met = sampler.sample(seeds, 0, excluded).blocks[-1].edge_ids
+    every = sampler.sample(seeds, 0).blocks[-1].edge_ids
+    assert torch.equal(met, every[~torch.isin(every, excluded)])
+    with pytest.raises(ValueError, match=r"without are from 5 to 30000.*30000 edges"):
+        sampler.sample(seeds, 0, [5, 30_000])
 
-    num_edges = MAX_DEGREE + 1
 
-    def __init__(self, degree):
-        self.degree = degree
-
-    def in_degrees(self):
-        return torch.tensor([self.degree])
-
-
-def test_a_degree_beyond_32_bits_is_rejected():
-    for degree in [MAX_DEGREE, MAX_DEGREE + 1]:
-        graph = Huge(degree)
-        if degree == MAX_DEGREE:
-            Sampler(graph, [2])
-        else:
-            with pytest.raises(ValueError, match="in-edges"):
-                Sampler(graph, [2])
+def test_a_copy_samples_the_same(graph):
+    sampler = Sampler(graph, [4, 3], seed=5)
+    copied = pickle.loads(pickle.dumps(sampler))
+    assert same_tensors(copied.sample(torch.arange(9), 1), sampler.sample(torch.arange(9), 1))

@@ -1,16 +1,14 @@
-"""Edges are found in sorted columns, and excluded from them."""
+"""Columns are sorted, and edges are found in sorted columns."""
 
 import numpy as np
 import pytest
 
 from gcnzc.kernels.sample.exclude import (
     are_edges,
-    exclude_edges,
-    exclude_edges_reference,
+    find_edges,
+    find_edges_reference,
     has_edge,
     is_sorted,
-    num_excluded,
-    original_position,
     sort_columns,
 )
 
@@ -60,25 +58,15 @@ def test_has_edge_is_correct_for_every_pair(columns):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
-def test_positions_skip_excluded_edges(columns, share):
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_edges_between_pairs_are_found(columns, share, dtype):
     indptr = columns[0]
-    indices, _ = sort_columns(*columns)
+    indices = sort_columns(*columns)[0].astype(dtype)
     random = np.random.default_rng(1)
-    nodes = random.permutation(60)[:40]
-    gone = random.random((60, 60)) < share
     # pairs in any order, some twice, and some that are no edges
-    locals_, sources = np.nonzero(gone[nodes])
-    order = random.permutation(np.tile(np.arange(len(locals_)), 2))
-    left = exclude_edges(indptr, indices, nodes, locals_[order], sources[order])
-    edges = {(int(s), int(nodes[i])) for i, s in zip(locals_, sources, strict=True)}
-    expected = exclude_edges_reference(indptr, indices, nodes, edges)
-    for i, node in enumerate(nodes):
-        begin, end = indptr[node : node + 2]
-        removed = num_excluded(left.first, left.removed, i)
-        assert end - begin - removed == len(expected[i])
-        kept = [
-            begin + original_position(left.first, left.kept_before, left.removed, i, position)
-            for position in range(end - begin - removed)
-        ]
-        assert np.array_equal(kept, expected[i])
-    assert num_excluded(left.first, left.removed, len(nodes)) == 0
+    sources, targets = np.nonzero(random.random((60, 60)) < share)
+    order = random.permutation(np.tile(np.arange(len(sources)), 2))
+    found = find_edges(indptr, indices, sources[order], targets[order])
+    assert found.dtype == np.int64
+    assert np.array_equal(found, find_edges_reference(indptr, indices, sources, targets))
+    assert (len(found) > 0) == (share > 0)
