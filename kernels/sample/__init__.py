@@ -21,41 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+import gcnzc.kernels.sample.layout as field
 from gcnzc.kernels.buffers import Allocate
 from gcnzc.kernels.sample.choose import subgraph_keys
 from gcnzc.kernels.sample.graph import GraphTables
 from gcnzc.kernels.sample.hops import SLOTS_PER_NODE, sample_hops
-from gcnzc.kernels.sample.layout import (
-    BASE,
-    CHUNK_DESTINATIONS,
-    DESTINATION,
-    DISJOINT,
-    DONE,
-    DST,
-    EPOCH,
-    EXCLUDED,
-    INDUCED,
-    INSERT,
-    INVALID_COLUMN,
-    LAST,
-    NEED_EDGES,
-    NEED_INDPTR,
-    NEED_NODES,
-    NEED_SLOTS,
-    NEEDED,
-    NUM_EXCLUDED,
-    NUM_KEYS,
-    NUM_OPTIONS,
-    NUM_PROGRESS,
-    ONCE,
-    OWN_LOOPS,
-    RELATION,
-    REPLACE,
-    STATUS,
-    TEMPORAL,
-    UNIFORM,
-    WHERE,
-)
 
 ALL = -1  # the fanout that takes all neighbours
 
@@ -71,7 +41,7 @@ MAX_NODES = 2**31 - 1  # local ids are int32
 MAX_EDGES = 2**36  # of one type, in a batch
 
 # the largest regions of one type in a batch; a node is also written when it is not new
-LIMITS = {NEED_NODES: MAX_NODES + 1, NEED_INDPTR: 2**62, NEED_EDGES: MAX_EDGES}
+LIMITS = {field.NEED_NODES: MAX_NODES + 1, field.NEED_INDPTR: 2**62, field.NEED_EDGES: MAX_EDGES}
 
 LINE_ELEMENTS = 16  # int32 elements of a cache line
 
@@ -164,7 +134,8 @@ class Workspace:
     def start(self, max_nodes: int, num_seeds: IdArray) -> None:
         """Make room for the seeds of a batch, and for stamps of at most `max_nodes` other nodes."""
         nodes, offsets, edges = self.layout[1::2]
-        self.set_capacities(np.maximum(nodes, num_seeds + 1), offsets, edges)
+        if (num_seeds >= nodes).any():
+            self.set_capacities(np.maximum(nodes, num_seeds + 1), offsets, edges)
         total = int(num_seeds.sum())
         if self.base + min(max_nodes, MAX_NODES) + total >= self.end:
             for table in self.tables:
@@ -210,7 +181,7 @@ class _Arenas:
     def grow(self, status: int, where: int, needed: int, known: IdArray, filled: IdArray) -> None:
         """Move the regions to larger vectors; the one that is too small doubles."""
         old, layout = self.numpy(), self.workspace.layout
-        kind = (NEED_NODES, NEED_INDPTR, NEED_EDGES).index(status)
+        kind = (field.NEED_NODES, field.NEED_INDPTR, field.NEED_EDGES).index(status)
         capacities = [each.copy() for each in layout[1::2]]
         capacities[kind][where] = min(2 * needed, LIMITS[status])
         self.needed[kind][where] = needed
@@ -260,10 +231,16 @@ class HopSampler:
         self.graph, self.options = graph, options
         shape = len(options.fanouts), len(graph.relations)
         self._fanouts = np.asarray(options.fanouts, np.int64).reshape(shape)
-        self._flags = np.zeros(NUM_OPTIONS, np.int64)
-        self._flags[[ONCE, REPLACE, OWN_LOOPS]] = options.once, options.replace, options.own_loops
-        self._flags[[DISJOINT, NUM_KEYS]] = options.disjoint, graph.num_keys
-        self._flags[TEMPORAL] = {None: 0, "uniform": UNIFORM, "last": LAST}[options.temporal]
+        self._flags = np.zeros(field.NUM_OPTIONS, np.int64)
+        self._flags[[field.ONCE, field.REPLACE, field.OWN_LOOPS]] = (
+            options.once,
+            options.replace,
+            options.own_loops,
+        )
+        self._flags[[field.DISJOINT, field.NUM_KEYS]] = options.disjoint, graph.num_keys
+        self._flags[field.TEMPORAL] = {None: 0, "uniform": field.UNIFORM, "last": field.LAST}[
+            options.temporal
+        ]
         # workspaces that no thread is using; `append` and `pop` of a list are atomic
         self._idle: list[Workspace] = []
 
@@ -324,9 +301,12 @@ class HopSampler:
             # the tables are those of all batches
             table = table.copy()
             for r, positions in excluded.items():
-                table[r, [EXCLUDED, NUM_EXCLUDED]] = positions.data_ptr(), len(positions)
+                table[r, [field.EXCLUDED, field.NUM_EXCLUDED]] = (
+                    positions.data_ptr(),
+                    len(positions),
+                )
         flags = self._flags.copy()
-        flags[[INSERT, EPOCH]] = 1, epoch
+        flags[[field.INSERT, field.EPOCH]] = 1, epoch
         known, filled = num_seeds.copy(), np.zeros(len(graph.relations), np.int64)
         num_nodes, num_edges = self._run(
             table, self._fanouts, flags, seed_data, arenas, known, filled
@@ -334,12 +314,12 @@ class HopSampler:
         num_dst = num_nodes[-2] if options.once and len(num_nodes) > 1 else num_nodes[:-1].sum(0)
         num_offsets = num_dst + (1 if options.once else len(self._fanouts))
         if options.induced:
-            flags[[INDUCED, INSERT]], filled[:] = (1, 0), 0
+            flags[[field.INDUCED, field.INSERT]], filled[:] = (1, 0), 0
             every = np.full((1, len(graph.relations)), ALL)
             _, num_edges = self._run(table, every, flags, seed_data, arenas, known, filled)
             num_offsets = known + 1
         workspace.base += max(int(known.max(initial=0)), 1)
-        num_offsets = num_offsets[graph.table[:, DST]]
+        num_offsets = num_offsets[graph.table[:, field.DST]]
         sampled = Sample(
             nodes=arenas.views(arenas.nodes, 0, known),
             subgraphs=arenas.views(arenas.trees, 0, known) if options.disjoint else None,
@@ -370,10 +350,10 @@ class HopSampler:
         num_nodes = np.zeros((len(fanouts) + 1, len(known)), np.int64)
         num_edges = np.zeros((len(fanouts) + 1, len(filled)), np.int64)
         num_nodes[0] = known
-        progress = np.zeros(NUM_PROGRESS, np.int64)
-        progress[DESTINATION] = -1
+        progress = np.zeros(field.NUM_PROGRESS, np.int64)
+        progress[field.DESTINATION] = -1
         while True:
-            flags[BASE] = workspace.base
+            flags[field.BASE] = workspace.base
             sample_hops(
                 table,
                 graph.types,
@@ -386,18 +366,18 @@ class HopSampler:
                 (num_nodes, num_edges, known, filled),
                 progress,
             )
-            status, needed, where = progress[[STATUS, NEEDED, WHERE]].tolist()
-            if status == DONE:
+            status, needed, where = progress[[field.STATUS, field.NEEDED, field.WHERE]].tolist()
+            if status == field.DONE:
                 return num_nodes, num_edges
-            if status == INVALID_COLUMN:
-                r, destination = progress[[RELATION, DESTINATION]].tolist()
+            if status == field.INVALID_COLUMN:
+                r, destination = progress[[field.RELATION, field.DESTINATION]].tolist()
                 t = graph.relations[r].dst
                 begin = int(workspace.layout[0][t])
-                end = begin + min(int(known[t]), destination + CHUNK_DESTINATIONS)
+                end = begin + min(int(known[t]), destination + field.CHUNK_DESTINATIONS)
                 raise graph.find_damage(r, arenas.nodes[begin + destination : end])
-            if status == NEED_SLOTS:
+            if status == field.NEED_SLOTS:
                 workspace.grow_table(needed)
-                flags[INSERT] = 1
+                flags[field.INSERT] = 1
                 continue
             if needed > LIMITS[status]:
                 raise ValueError(

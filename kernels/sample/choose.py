@@ -10,25 +10,11 @@ many destinations at once; beyond it, the positions of a destination are marked 
 import numpy as np
 from numba import int64, njit, uint32, uint64
 
+import gcnzc.kernels.sample.layout as field
 from gcnzc.kernels.memory import prefetch
 from gcnzc.kernels.philox import MASK, philox4x32
 from gcnzc.kernels.sample.columns import copy_remaining, has_excluded, num_before
-from gcnzc.kernels.sample.layout import (
-    CHUNK_DESTINATIONS,
-    EPOCH,
-    EXCLUDED,
-    INDICES,
-    IS_WIDE,
-    KEY_0,
-    KEY_1,
-    LINE_IDS,
-    NUM_EDGES,
-    NUM_EXCLUDED,
-    REPLACE,
-    WEIGHT,
-    float32s,
-    int64s,
-)
+from gcnzc.kernels.sample.layout import float32s, int64s
 
 MAX_COMPARED = 64
 
@@ -55,13 +41,13 @@ def subgraph_keys(nodes, times, key_0, key_1, out):
 def new_scratch(has_own_keys):
     """Allocate the arrays that `sample_chunk` uses; `has_own_keys` is for disjoint subgraphs."""
     return (
-        np.empty(CHUNK_DESTINATIONS, np.uint32),
-        np.empty(CHUNK_DESTINATIONS, np.uint32),
-        np.empty(CHUNK_DESTINATIONS, np.uint32),
+        np.empty(field.CHUNK_DESTINATIONS, np.uint32),
+        np.empty(field.CHUNK_DESTINATIONS, np.uint32),
+        np.empty(field.CHUNK_DESTINATIONS, np.uint32),
         # padded by a cache line, so that the elements of a column are in different cache sets
-        np.empty((MAX_COMPARED, CHUNK_DESTINATIONS + 16), np.uint32),
-        np.empty(CHUNK_DESTINATIONS, np.uint32),
-        np.empty((2, CHUNK_DESTINATIONS if has_own_keys else 0), np.uint32),
+        np.empty((MAX_COMPARED, field.CHUNK_DESTINATIONS + 16), np.uint32),
+        np.empty(field.CHUNK_DESTINATIONS, np.uint32),
+        np.empty((2, field.CHUNK_DESTINATIONS if has_own_keys else 0), np.uint32),
     )
 
 
@@ -127,8 +113,10 @@ def _key_of(relation, trees, tree_keys, i):
     """Return the key of the edge type, and in disjoint subgraphs of that of a destination."""
     if len(trees):
         tree = trees[i]
-        return relation[KEY_0] ^ tree_keys[tree, 0], relation[KEY_1] ^ tree_keys[tree, 1]
-    return relation[KEY_0], relation[KEY_1]
+        return relation[field.KEY_0] ^ tree_keys[tree, 0], relation[field.KEY_1] ^ tree_keys[
+            tree, 1
+        ]
+    return relation[field.KEY_0], relation[field.KEY_1]
 
 
 @njit(cache=True, nogil=True)
@@ -158,8 +146,11 @@ def sample_chunk(
         The number of positions.
     """
     low, high, sampled_degrees, words, is_duplicate, own_keys = scratch
-    replace, epoch = options[REPLACE] != 0, options[EPOCH]
-    address, index_bytes = relation[INDICES], int64(8) if relation[IS_WIDE] else int64(4)
+    replace, epoch = options[field.REPLACE] != 0, options[field.EPOCH]
+    address, index_bytes = (
+        relation[field.INDICES],
+        int64(8) if relation[field.IS_WIDE] else int64(4),
+    )
     least = int64(0) if replace else fanout
     is_compared = 0 <= fanout <= MAX_COMPARED
     if is_compared:
@@ -172,7 +163,7 @@ def sample_chunk(
                 key_0, key_1 = _key_of(relation, trees, tree_keys, i)
                 own_keys[0, count], own_keys[1, count] = key_0, key_1
             count += 1 if degrees[i] > least else 0
-        key = relation[KEY_0], relation[KEY_1]
+        key = relation[field.KEY_0], relation[field.KEY_1]
         _choose(
             low, high, sampled_degrees, count, fanout, replace, epoch, key, own_keys, words,
             is_duplicate,
@@ -183,7 +174,7 @@ def sample_chunk(
         if fanout < 0 or degree <= least:
             for position in range(degree):
                 positions[filled + position] = begin + position
-                if position % LINE_IDS == 0:
+                if position % field.LINE_IDS == 0:
                     prefetch(address + index_bytes * (begin + position))
             filled += degree
         elif is_compared:
@@ -215,9 +206,9 @@ def sample_weighted_chunk(
 
     `ranks` and `remaining` are scratch memory of as many elements as the longest column.
     """
-    weights = float32s(relation[WEIGHT], relation[NUM_EDGES])
-    excluded = int64s(relation[EXCLUDED], relation[NUM_EXCLUDED])
-    index_bytes = int64(8) if relation[IS_WIDE] else int64(4)
+    weights = float32s(relation[field.WEIGHT], relation[field.NUM_EDGES])
+    excluded = int64s(relation[field.EXCLUDED], relation[field.NUM_EXCLUDED])
+    index_bytes = int64(8) if relation[field.IS_WIDE] else int64(4)
     filled = int64(0)
     for i in range(len(nodes)):
         begin, degree = begins[i], degrees[i]
@@ -227,22 +218,22 @@ def sample_weighted_chunk(
             copy_remaining(weights, excluded, first, begin, degree, remaining)
             own_weights = remaining[:degree]
         chosen = positions[filled:]
-        if fanout < 0 or (degree <= fanout and not options[REPLACE]):
+        if fanout < 0 or (degree <= fanout and not options[field.REPLACE]):
             count = int64(0)
             for position in range(degree):
                 chosen[count] = position
                 count += 1 if own_weights[position] > 0.0 else 0
         else:
             node_low, node_high = nodes[i] & MASK, (nodes[i] >> 32) | (hop << 16)
-            counter = (node_low, node_high, options[EPOCH])
+            counter = (node_low, node_high, options[field.EPOCH])
             key = _key_of(relation, trees, tree_keys, i)
-            if options[REPLACE]:
+            if options[field.REPLACE]:
                 count = _choose_by_weight_again(own_weights, fanout, counter, key, ranks, chosen)
             else:
                 count = _choose_by_weight(own_weights, fanout, counter, key, ranks, chosen)
         for k in range(count):
             chosen[k] += begin
-            prefetch(relation[INDICES] + index_bytes * chosen[k])
+            prefetch(relation[field.INDICES] + index_bytes * chosen[k])
         filled += count
         ends[i] = filled
     return filled

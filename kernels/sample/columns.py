@@ -7,26 +7,9 @@ the remaining edges of a column are counted without them.
 import numpy as np
 from numba import int64, njit
 
+import gcnzc.kernels.sample.layout as field
 from gcnzc.kernels.memory import prefetch
-from gcnzc.kernels.sample.layout import (
-    ALWAYS,
-    CHUNK_DESTINATIONS,
-    CHUNK_EDGES,
-    EDGE_TIME,
-    EXCLUDED,
-    INDICES,
-    IS_WIDE,
-    LAST,
-    NODE_TIME,
-    NUM_EDGES,
-    NUM_EXCLUDED,
-    REPLACE,
-    TEMPORAL,
-    WEIGHT,
-    float32s,
-    indices_of,
-    int64s,
-)
+from gcnzc.kernels.sample.layout import float32s, indices_of, int64s
 
 
 @njit(inline="always")
@@ -46,8 +29,8 @@ def begin_chunk(indptr, num_edges, nodes, destination, fanout, replace, begins, 
         offsets are in range.
     """
     size = total = longest = signs = int64(0)
-    limit = min(CHUNK_DESTINATIONS, len(nodes) - destination)
-    while size < limit and total < CHUNK_EDGES:
+    limit = min(field.CHUNK_DESTINATIONS, len(nodes) - destination)
+    while size < limit and total < field.CHUNK_EDGES:
         node = nodes[destination + size]
         begin, end = indptr[node], indptr[node + 1]
         degree = end - begin
@@ -76,8 +59,8 @@ def filter_chunk(relation, num_src, fanout, options, latest, begins, degrees, si
         The number of edges to sample, the largest degree, and whether all sources that were read
         are in range.
     """
-    excluded = int64s(relation[EXCLUDED], relation[NUM_EXCLUDED])
-    weights = float32s(relation[WEIGHT], relation[NUM_EDGES])
+    excluded = int64s(relation[field.EXCLUDED], relation[field.NUM_EXCLUDED])
+    weights = float32s(relation[field.WEIGHT], relation[field.NUM_EDGES])
     total = longest = int64(0)
     if len(latest) and not _cut_by_time(relation, num_src, latest, begins, degrees, size):
         return total, longest, False
@@ -85,12 +68,12 @@ def filter_chunk(relation, num_src, fanout, options, latest, begins, degrees, si
         begin, degree = begins[i], degrees[i]
         first = num_before(excluded, begin)
         degree -= num_before(excluded, begin + degree) - first
-        if len(latest) and options[TEMPORAL] == LAST and 0 < fanout < degree:
+        if len(latest) and options[field.TEMPORAL] == field.LAST and 0 < fanout < degree:
             num_last = _find_last(weights, excluded, first, begin, degree, fanout)
             begins[i] = remaining_position(excluded, first, begin, degree - num_last)
             degree = num_last
         degrees[i] = degree
-        total += num_sampled(degree, fanout, options[REPLACE] != 0)
+        total += num_sampled(degree, fanout, options[field.REPLACE] != 0)
         longest = max(longest, degree)
     return total, longest, True
 
@@ -103,13 +86,13 @@ def _cut_by_time(relation, num_src, latest, begins, degrees, size):
     those of different searches do not. An edge is as late as the later of its own time and that of
     its source.
     """
-    edge_times = int64s(relation[EDGE_TIME], relation[NUM_EDGES])
-    node_times = int64s(relation[NODE_TIME], num_src)
+    edge_times = int64s(relation[field.EDGE_TIME], relation[field.NUM_EDGES])
+    node_times = int64s(relation[field.NODE_TIME], num_src)
     narrow, wide = indices_of(relation)
-    index_bytes = int64(8) if relation[IS_WIDE] else int64(4)
-    lows, ends = np.empty((2, CHUNK_DESTINATIONS), np.int64)
+    index_bytes = int64(8) if relation[field.IS_WIDE] else int64(4)
+    lows, ends = np.empty((2, field.CHUNK_DESTINATIONS), np.int64)
     # the columns whose searches have not ended, and the sources that they compare with
-    still_open, sources = np.empty((2, CHUNK_DESTINATIONS), np.int64)
+    still_open, sources = np.empty((2, field.CHUNK_DESTINATIONS), np.int64)
     num_open = 0
     for i in range(size):
         lows[i], ends[i] = begins[i], begins[i] + degrees[i]
@@ -120,9 +103,9 @@ def _cut_by_time(relation, num_src, latest, begins, degrees, size):
             i = still_open[j]
             middle = (lows[i] + ends[i]) >> 1
             if len(edge_times):
-                prefetch(relation[EDGE_TIME] + 8 * middle)
+                prefetch(relation[field.EDGE_TIME] + 8 * middle)
             if len(node_times):
-                prefetch(relation[INDICES] + index_bytes * middle)
+                prefetch(relation[field.INDICES] + index_bytes * middle)
         if len(node_times):
             for j in range(num_open):
                 i = still_open[j]
@@ -131,12 +114,12 @@ def _cut_by_time(relation, num_src, latest, begins, degrees, size):
                 if source < 0 or source >= num_src:
                     return False
                 sources[i] = source
-                prefetch(relation[NODE_TIME] + 8 * source)
+                prefetch(relation[field.NODE_TIME] + 8 * source)
         before, num_open = num_open, 0
         for j in range(before):
             i = still_open[j]
             middle = (lows[i] + ends[i]) >> 1
-            found = edge_times[middle] if len(edge_times) else int64(ALWAYS)
+            found = edge_times[middle] if len(edge_times) else int64(field.ALWAYS)
             if len(node_times):
                 found = max(found, node_times[sources[i]])
             is_past = found <= latest[i]
@@ -220,8 +203,8 @@ def copy_remaining(values, excluded, first, begin, degree, out):
 @njit(cache=True, nogil=True)
 def skip_excluded(relation, begins, degrees, size, positions, ends):
     """Map positions among the remaining edges of each destination to positions among all edges."""
-    excluded = int64s(relation[EXCLUDED], relation[NUM_EXCLUDED])
-    index_bytes = int64(8) if relation[IS_WIDE] else int64(4)
+    excluded = int64s(relation[field.EXCLUDED], relation[field.NUM_EXCLUDED])
+    index_bytes = int64(8) if relation[field.IS_WIDE] else int64(4)
     filled = int64(0)
     for i in range(size):
         begin = begins[i]
@@ -230,5 +213,5 @@ def skip_excluded(relation, begins, degrees, size, positions, ends):
             for edge in range(filled, ends[i]):
                 index = positions[edge] - begin
                 positions[edge] = remaining_position(excluded, first, begin, index)
-                prefetch(relation[INDICES] + index_bytes * positions[edge])
+                prefetch(relation[field.INDICES] + index_bytes * positions[edge])
         filled = ends[i]

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import gcnzc.kernels.sample.layout as field
 from gcnzc.kernels.philox import philox4x32_reference, split_key
-from gcnzc.kernels.sample.layout import FIRST_KEY, NUM_NODES, NUM_RELATION_COLUMNS, NUM_TYPE_COLUMNS
 from gcnzc.kernels.structure.csc import VERIFY_HINT
 
 MAX_DEGREE = 2**32 - 1  # a position is computed from a 32-bit random word
@@ -85,10 +85,10 @@ class GraphTables:
         self.num_nodes, self.relations = tuple(num_nodes), tuple(relations)
         self.type_keys = tuple(type_keys)
         self.num_keys = sum(num_nodes)
-        self.types = np.zeros((len(num_nodes), NUM_TYPE_COLUMNS), np.int64)
-        self.types[:, FIRST_KEY] = np.cumsum([0, *num_nodes])[:-1]
-        self.types[:, NUM_NODES] = num_nodes
-        self.table = np.zeros((len(relations), NUM_RELATION_COLUMNS), np.int64)
+        self.types = np.zeros((len(num_nodes), field.NUM_TYPE_COLUMNS), np.int64)
+        self.types[:, field.FIRST_KEY] = np.cumsum([0, *num_nodes])[:-1]
+        self.types[:, field.NUM_NODES] = num_nodes
+        self.table = np.zeros((len(relations), field.NUM_RELATION_COLUMNS), np.int64)
         for row, each in zip(self.table, relations, strict=True):
             _check_degrees(each)
             row[:] = (

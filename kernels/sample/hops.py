@@ -26,6 +26,7 @@ low half of the key in their high half, and the stamp in their low half; and, fo
 import numpy as np
 from numba import int64, njit, uint64
 
+import gcnzc.kernels.sample.layout as field
 from gcnzc.kernels.memory import prefetch
 from gcnzc.kernels.sample.choose import (
     MAX_COMPARED,
@@ -34,45 +35,7 @@ from gcnzc.kernels.sample.choose import (
     sample_weighted_chunk,
 )
 from gcnzc.kernels.sample.columns import begin_chunk, filter_chunk, skip_excluded
-from gcnzc.kernels.sample.layout import (
-    BASE,
-    CHUNK_DESTINATIONS,
-    CHUNK_EDGES,
-    DESTINATION,
-    DISJOINT,
-    DONE,
-    DST,
-    EDGE_IDS,
-    EDGE_TIME,
-    FIRST_KEY,
-    HOP,
-    INDPTR,
-    INDUCED,
-    INSERT,
-    INVALID_COLUMN,
-    NEED_EDGES,
-    NEED_INDPTR,
-    NEED_NODES,
-    NEED_SLOTS,
-    NEEDED,
-    NODE_TIME,
-    NUM_EDGES,
-    NUM_EXCLUDED,
-    NUM_KEYS,
-    NUM_NODES,
-    ONCE,
-    OWN_LOOPS,
-    RELATION,
-    REPLACE,
-    SRC,
-    STATUS,
-    TEMPORAL,
-    WEIGHT,
-    WHERE,
-    indices_of,
-    int64s,
-    prefetch_element,
-)
+from gcnzc.kernels.sample.layout import indices_of, int64s, prefetch_element
 
 PREFETCH_DISTANCE = 64  # edges ahead for which table slots are prefetched
 
@@ -232,7 +195,7 @@ def _insert(types, known, nodes, trees, node_first, tables, num_keys, base):
     for t in range(len(types)):
         for i in range(known[t]):
             at = node_first[t] + i
-            key = types[t, FIRST_KEY] + nodes[at]
+            key = types[t, field.FIRST_KEY] + nodes[at]
             if len(trees):
                 key += trees[at] * num_keys
             local, slot = _find_local(key, base, tables)
@@ -270,13 +233,13 @@ def _keep_known(
     narrow, wide = indices_of(relation)
     count = edge = int64(0)
     for i in range(size):
-        first_key = source_type[FIRST_KEY]
+        first_key = source_type[field.FIRST_KEY]
         if len(own_trees):
             first_key += own_trees[i] * num_keys
         while edge < ends[i]:
             position = positions[edge]
             source = wide[position] if len(wide) else int64(narrow[position])
-            if source < 0 or source >= source_type[NUM_NODES]:
+            if source < 0 or source >= source_type[field.NUM_NODES]:
                 return int64(-1)
             local, _ = _find_local(first_key + source, base, tables)
             if local >= 0:
@@ -285,6 +248,13 @@ def _keep_known(
             edge += 1
         ends[i] = count
     return count
+
+
+@njit(cache=True, nogil=True)
+def _stop(progress, status, place, where, needed):
+    """Write why the kernel stops, and the hop, relation and destination where it resumes."""
+    progress[field.STATUS], progress[field.WHERE], progress[field.NEEDED] = status, where, needed
+    progress[field.HOP], progress[field.RELATION], progress[field.DESTINATION] = place
 
 
 @njit(cache=True, nogil=True)
@@ -315,28 +285,32 @@ def sample_hops(
     nodes, indptr, indices, edge_ids, trees = out
     node_first, node_capacity, indptr_first, indptr_capacity, edge_first, edge_capacity = layout
     num_nodes, num_edges, known, filled = counts
-    once, replace, base = options[ONCE] != 0, options[REPLACE] != 0, options[BASE]
-    is_disjoint, is_induced = options[DISJOINT] != 0, options[INDUCED] != 0
+    once, replace, base = options[field.ONCE] != 0, options[field.REPLACE] != 0, options[field.BASE]
+    is_disjoint, is_induced = options[field.DISJOINT] != 0, options[field.INDUCED] != 0
     num_hops, num_relations = fanouts.shape
-    if options[INSERT]:
+    if options[field.INSERT]:
         has_duplicates = _insert(
-            types, known, nodes, trees, node_first, tables, options[NUM_KEYS], base
+            types, known, nodes, trees, node_first, tables, options[field.NUM_KEYS], base
         )
-        if progress[HOP] == 0 and progress[RELATION] == 0 and progress[DESTINATION] < 0:
-            options[OWN_LOOPS] = options[OWN_LOOPS] if has_duplicates else 0
-        options[INSERT] = 0
-    begins = np.empty(CHUNK_DESTINATIONS, np.int64)
-    degrees = np.empty(CHUNK_DESTINATIONS, np.int64)
-    ends = np.empty(CHUNK_DESTINATIONS, np.int64)
+        if (
+            progress[field.HOP] == 0
+            and progress[field.RELATION] == 0
+            and progress[field.DESTINATION] < 0
+        ):
+            options[field.OWN_LOOPS] = options[field.OWN_LOOPS] if has_duplicates else 0
+        options[field.INSERT] = 0
+    begins = np.empty(field.CHUNK_DESTINATIONS, np.int64)
+    degrees = np.empty(field.CHUNK_DESTINATIONS, np.int64)
+    ends = np.empty(field.CHUNK_DESTINATIONS, np.int64)
     scratch = new_scratch(is_disjoint)
-    positions = np.empty(CHUNK_EDGES + MAX_COMPARED, np.int64)
+    positions = np.empty(field.CHUNK_EDGES + MAX_COMPARED, np.int64)
     bits = np.zeros(1, np.uint64)
     ranks, remaining = np.empty(0, np.float64), np.empty(0, np.float32)
-    latest = np.empty(CHUNK_DESTINATIONS, np.int64)
-    for hop in range(progress[HOP], num_hops):
-        for r in range(progress[RELATION], num_relations):
+    latest = np.empty(field.CHUNK_DESTINATIONS, np.int64)
+    for hop in range(progress[field.HOP], num_hops):
+        for r in range(progress[field.RELATION], num_relations):
             relation, fanout = relations[r], fanouts[hop, r]
-            s, d = relation[SRC], relation[DST]
+            s, d = relation[field.SRC], relation[field.DST]
             begin = num_nodes[hop - 1, d] if once and hop > 0 else 0
             end = num_nodes[hop, d]
             # the first offset of the hop's CSC, and the edges before it
@@ -346,38 +320,40 @@ def sample_hops(
                 for earlier in range(hop):
                     own_first += num_nodes[earlier, d] + 1
             if own_first + end + 1 > indptr_capacity[r]:
-                progress[STATUS], progress[HOP], progress[RELATION] = NEED_INDPTR, hop, r
-                progress[WHERE], progress[NEEDED] = r, own_first + end + 1
+                place = hop, r, progress[field.DESTINATION]
+                _stop(progress, field.NEED_INDPTR, place, r, own_first + end + 1)
                 return
             offsets = indptr[indptr_first[r] + own_first :]
-            destination = progress[DESTINATION]
-            progress[DESTINATION] = -1
+            destination = progress[field.DESTINATION]
+            progress[field.DESTINATION] = -1
             if destination < 0:
                 destination = begin
                 offsets[begin] = filled[r] - before
-            if fanout == 0 or relation[NUM_EDGES] == 0:
+            if fanout == 0 or relation[field.NUM_EDGES] == 0:
                 for i in range(begin, end):
                     offsets[i + 1] = filled[r] - before
                 continue
             first_node = node_first[s]
             destinations = nodes[node_first[d] : node_first[d] + end]
             own_trees = trees[node_first[d] : node_first[d] + (end if is_disjoint else 0)]
-            num_src, first_key = types[s, NUM_NODES], types[s, FIRST_KEY]
-            is_dated = options[TEMPORAL] and (relation[EDGE_TIME] or relation[NODE_TIME])
-            is_weighted = relation[WEIGHT] != 0 and not is_induced
-            columns = int64s(relation[INDPTR], types[d, NUM_NODES] + 1)
+            num_src, first_key = types[s, field.NUM_NODES], types[s, field.FIRST_KEY]
+            is_dated = options[field.TEMPORAL] and (
+                relation[field.EDGE_TIME] or relation[field.NODE_TIME]
+            )
+            is_weighted = relation[field.WEIGHT] != 0 and not is_induced
+            columns = int64s(relation[field.INDPTR], types[d, field.NUM_NODES] + 1)
             narrow, wide = indices_of(relation)
-            ids = int64s(relation[EDGE_IDS], relation[NUM_EDGES])
-            for i in range(destination, min(destination + CHUNK_DESTINATIONS, end)):
+            ids = int64s(relation[field.EDGE_IDS], relation[field.NUM_EDGES])
+            for i in range(destination, min(destination + field.CHUNK_DESTINATIONS, end)):
                 prefetch_element(columns, destinations[i])
             while destination < end:
                 size, total, longest, is_valid = begin_chunk(
-                    columns, relation[NUM_EDGES], destinations, destination, fanout, replace,
+                    columns, relation[field.NUM_EDGES], destinations, destination, fanout, replace,
                     begins, degrees,
                 )  # fmt: skip
                 last = destination + size
                 chunk_trees = own_trees[destination:last]
-                if is_valid and (is_dated or relation[NUM_EXCLUDED]):
+                if is_valid and (is_dated or relation[field.NUM_EXCLUDED]):
                     for i in range(size if is_dated else 0):
                         latest[i] = seed_times[chunk_trees[i]]
                     total, longest, is_valid = filter_chunk(
@@ -385,31 +361,29 @@ def sample_hops(
                         begins, degrees, size,
                     )  # fmt: skip
                 if not is_valid:
-                    progress[STATUS], progress[RELATION] = INVALID_COLUMN, r
-                    progress[DESTINATION] = destination
+                    _stop(progress, field.INVALID_COLUMN, (hop, r, destination), r, 0)
                     return
-                status, needed = int64(DONE), int64(0)
+                status, needed = int64(field.DONE), int64(0)
                 count, edge = known[s], filled[r]
                 # a node is also written when it is not new: one element more
                 bound = count + total + 1
                 if not is_disjoint:
                     bound = min(bound, num_nodes[0, s] + num_src + 1)
                 if edge + total > edge_capacity[r]:
-                    status, needed = int64(NEED_EDGES), edge + total
+                    status, needed = int64(field.NEED_EDGES), edge + total
                 elif is_induced:
                     pass
                 elif bound > node_capacity[s]:
-                    status, needed = int64(NEED_NODES), bound
+                    status, needed = int64(field.NEED_NODES), bound
                 elif not len(direct_table):
                     slots = SLOTS_PER_NODE * (known.sum() + bound - count)
                     if slots > max(len(wide_table), len(hash_table)):
-                        status, needed = int64(NEED_SLOTS), slots
-                if status != DONE:
-                    progress[STATUS], progress[HOP], progress[RELATION] = status, hop, r
-                    progress[DESTINATION], progress[NEEDED] = destination, needed
-                    progress[WHERE] = s if status == NEED_NODES else r
+                        status, needed = int64(field.NEED_SLOTS), slots
+                if status != field.DONE:
+                    where = s if status == field.NEED_NODES else r
+                    _stop(progress, status, (hop, r, destination), where, needed)
                     return
-                for i in range(last, min(last + CHUNK_DESTINATIONS, end)):
+                for i in range(last, min(last + field.CHUNK_DESTINATIONS, end)):
                     prefetch_element(columns, destinations[i])
                 if total > len(positions):
                     positions = np.empty(2 * total, np.int64)
@@ -428,18 +402,17 @@ def sample_hops(
                         destinations[destination:last], begins, degrees, chunk_trees, tree_keys,
                         hop, fanout, options, relation, scratch, bits, positions, ends,
                     )  # fmt: skip
-                if relation[NUM_EXCLUDED]:
+                if relation[field.NUM_EXCLUDED]:
                     skip_excluded(relation, begins, degrees, size, positions, ends)
                 at = edge_first[r] + edge
                 local_ids = indices[at : at + total]
                 if is_induced:
                     total = _keep_known(
-                        relation, types[s], options[NUM_KEYS], base, tables, chunk_trees,
+                        relation, types[s], options[field.NUM_KEYS], base, tables, chunk_trees,
                         positions, ends, size, local_ids,
                     )  # fmt: skip
                     if total < 0:
-                        progress[STATUS], progress[RELATION] = INVALID_COLUMN, r
-                        progress[DESTINATION] = destination
+                        _stop(progress, field.INVALID_COLUMN, (hop, r, destination), r, 0)
                         return
                 for i in range(size):
                     offsets[destination + i + 1] = edge - before + ends[i]
@@ -462,8 +435,7 @@ def sample_hops(
                     for i in range(total):
                         sources[i] = narrow[positions[i]]
                 if _is_any_out_of_range(sources, num_src):
-                    progress[STATUS], progress[RELATION] = INVALID_COLUMN, r
-                    progress[DESTINATION] = destination
+                    _stop(progress, field.INVALID_COLUMN, (hop, r, destination), r, 0)
                     return
                 own_nodes = nodes[first_node : first_node + node_capacity[s]]
                 if len(direct_table):
@@ -474,7 +446,7 @@ def sample_hops(
                 elif len(wide_table):
                     # without disjoint subgraphs, `trees` is empty
                     known[s] = _relabel_wide(
-                        sources, wide_table, first_key, options[NUM_KEYS], base, own_nodes,
+                        sources, wide_table, first_key, options[field.NUM_KEYS], base, own_nodes,
                         trees[first_node : first_node + node_capacity[s]], count, local_ids, ends,
                         size, chunk_trees,
                     )  # fmt: skip
@@ -482,14 +454,14 @@ def sample_hops(
                     known[s] = _relabel_hashed(
                         sources, hash_table, first_key, base, own_nodes, count, local_ids
                     )
-                if options[OWN_LOOPS] and s == d:
+                if options[field.OWN_LOOPS] and s == d:
                     _relabel_self_loops(own_nodes, destination, ends, size, local_ids)
                 destination = last
-        progress[RELATION] = 0
+        progress[field.RELATION] = 0
         # loops, since numba compiles an assignment of slices with error messages, which takes
         # seconds
         for t in range(len(known)):
             num_nodes[hop + 1, t] = known[t]
         for r in range(num_relations):
             num_edges[hop + 1, r] = filled[r]
-    progress[STATUS], progress[HOP] = DONE, num_hops
+    progress[field.STATUS], progress[field.HOP] = field.DONE, num_hops
