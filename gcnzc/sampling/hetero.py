@@ -402,6 +402,9 @@ SubgraphType: TypeAlias = Literal["directional", "bidirectional", "induced"]
 
 K = TypeVar("K", bound=Hashable)
 
+# page faults of newly allocated memory would take longer than writing row and col
+_pool = Pool()
+
 
 @dataclass(repr=False)
 class HeteroBatch:
@@ -565,23 +568,16 @@ class HeteroBatch:
         """
         if edge_type in self.reordered:
             return self.reordered[edge_type]
-        num_edges, device = len(self.indices[edge_type]), self.indices[edge_type].device
-        size = 2 * num_edges
-        out = (
-            torch.empty(size, dtype=torch.int64, device=device)
-            if empty is None
-            else empty(size, torch.int64)
-        )
-        out, begin = out.view(2, num_edges), 0
-        for hop in (-1,) if self.is_prefix else range(len(self.num_nodes[edge_type[2]]) - 1):
-            indptr, indices = self.csc(edge_type, hop)
-            own = out[:, begin : begin + len(indices)]
-            if device.type == "cpu":
-                csc_to_coo(indptr, indices, own)
-            else:
-                own[0] = indices
-                own[1] = torch.repeat_interleave(indptr.diff(), output_size=len(indices))
-            begin += len(indices)
+        indices, num_hops = self.indices[edge_type], len(self.num_nodes[edge_type[2]]) - 1
+        parts = [self.csc(edge_type, hop) for hop in ([-1] if self.is_prefix else range(num_hops))]
+        if indices.device.type != "cpu":
+            cols = [torch.repeat_interleave(indptr.diff()) for indptr, _ in parts]
+            return torch.stack([indices.long(), torch.cat(cols)])
+        out = (empty or _pool.empty)(2 * len(indices), torch.int64).view(2, len(indices))
+        begin = 0
+        for indptr, own in parts:
+            csc_to_coo(indptr, own, out[:, begin : begin + len(own)])
+            begin += len(own)
         return out
 
     @property
@@ -610,30 +606,6 @@ class HeteroBatch:
         first = 0 if self.once else sum(num_dst[:hop]) + hop
         begin = 0 if self.once else num_edges[hop]
         return indptr[first : first + num_dst[hop] + 1], indices[begin : num_edges[hop + 1]]
-
-    def keep_edges(self, edge_type: EdgeType, kept: Tensor, empty: Allocate) -> None:
-        """Remove edges of a type from a directional subgraph.
-
-        Args:
-            edge_type: the edge type.
-            kept: (E_r,) bool.
-            empty: allocates the remaining edges.
-        """
-        assert self.num_edges is not None, "not a directional subgraph"
-        numbers = [int(own.sum()) for own in kept.split(list(self.num_edges[edge_type]))]
-        # the removed edges before each edge
-        removed = torch.cat([kept.new_zeros(1, dtype=torch.int64), (~kept).cumsum(0)])
-        offsets, begin = [], 0
-        for hop in (-1,) if self.is_prefix else range(len(numbers)):
-            indptr, indices = self.csc(edge_type, hop)
-            offsets.append(indptr - (removed[begin + indptr] - removed[begin]))
-            begin += len(indices)
-        self.indptr[edge_type] = torch.cat(offsets)
-        self.num_edges[edge_type] = tuple(numbers)
-        for each in (self.indices, self.edge_ids or {}):
-            if edge_type in each:
-                out = empty(sum(numbers), each[edge_type].dtype)
-                each[edge_type] = torch.masked_select(each[edge_type], kept, out=out)
 
     def __repr__(self) -> str:
         """Return the numbers of nodes and edges, without their ids."""
@@ -715,7 +687,7 @@ class HeteroSampler:
                 f"weighted is True, but no edge type of {graph} has weights\n\n"
                 "hint: from_pyg(data, weight_attr='weight'), or weight= of the edges"
             )
-        options = Options(
+        self.options = Options(
             fanouts=tuple(zip(*self.fanouts.values(), strict=True)),
             replace=check_flag("replace", replace),
             temporal=temporal,
@@ -725,12 +697,7 @@ class HeteroSampler:
             edge_ids=check_flag("edge_ids", edge_ids),
         )
         self.pool = Pool()
-        self._hops = HopSampler(self._make_tables(), options)
-
-    @property
-    def options(self) -> Options:
-        """How the kernels sample."""
-        return self._hops.options
+        self._hops = HopSampler(self._make_tables(), self.options)
 
     def _make_tables(self) -> GraphTables:
         graph = self.graph
@@ -760,12 +727,12 @@ class HeteroSampler:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has its own buffer pool and workspaces, and its arrays have other addresses
-        return self.__dict__ | {"pool": None, "_hops": self.options}
+        return self.__dict__ | {"pool": None, "_hops": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.pool = Pool()
-        self._hops = HopSampler(self._make_tables(), state["_hops"])
+        self._hops = HopSampler(self._make_tables(), self.options)
 
     @property
     def settings(self) -> dict[str, Any]:

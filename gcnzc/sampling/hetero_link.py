@@ -17,7 +17,7 @@ from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
 from gcnzc.graph.hetero.stores import EdgeStore
 from gcnzc.graph.hetero.times import as_times
 from gcnzc.graph.hetero.values import to_array
-from gcnzc.kernels.buffers import Pool
+from gcnzc.kernels.buffers import Allocate, Pool
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
 from gcnzc.sampling.hetero_negatives import HeteroNegativeSampler
 from gcnzc.sampling.link import MAX_NEGATIVES
@@ -277,7 +277,7 @@ class HeteroLinkSampler:
             keys = batch.nodes[edge_type[0]][row] * count + batch.nodes[edge_type[2]][col]
             kept = torch.isin(keys, ends[0] * count + ends[1], invert=True)
             if not bool(kept.all()):
-                batch.keep_edges(edge_type, kept, self.pool.empty)
+                _keep_edges(batch, edge_type, kept, self.pool.empty)
 
     def _check_edges(self, edges: Any) -> Tensor:
         name = f"edges of {self.edge_type}"
@@ -348,6 +348,25 @@ def _unique_ends(ends: Tensor, source: str, target: str) -> tuple[dict[str, Tens
     sources, rows = ends[0].unique(return_inverse=True)
     targets, columns = ends[1].unique(return_inverse=True)
     return {source: sources, target: targets}, torch.stack([rows, columns])
+
+
+def _keep_edges(batch: HeteroBatch, edge_type: EdgeType, kept: Tensor, empty: Allocate) -> None:
+    """Remove the edges of a type for which `kept`, (E_r,) bool, is False."""
+    assert batch.num_edges is not None, "the constructor requires directional subgraphs"
+    numbers = [int(own.sum()) for own in kept.split(list(batch.num_edges[edge_type]))]
+    # the removed edges before each edge
+    removed = torch.cat([kept.new_zeros(1, dtype=torch.int64), (~kept).cumsum(0)])
+    offsets, begin = [], 0
+    for hop in (-1,) if batch.is_prefix else range(len(numbers)):
+        indptr, indices = batch.csc(edge_type, hop)
+        offsets.append(indptr - (removed[begin + indptr] - removed[begin]))
+        begin += len(indices)
+    batch.indptr[edge_type] = torch.cat(offsets)
+    batch.num_edges[edge_type] = tuple(numbers)
+    for each in (batch.indices, batch.edge_ids or {}):
+        if edge_type in each:
+            out = empty(sum(numbers), each[edge_type].dtype)
+            each[edge_type] = torch.masked_select(each[edge_type], kept, out=out)
 
 
 def edge_times(graph: HeteroGraph, edge_type: EdgeType) -> Tensor | None:

@@ -201,7 +201,7 @@ class _Arenas:
         ranges = zip(begins, counts.tolist(), strict=True)
         return tuple(vector[begin : begin + count] for begin, count in ranges)
 
-    def settle(self, *used: IdArray) -> None:
+    def set_later_capacities(self, *used: IdArray) -> None:
         """Give later batches a quarter more than this one needed, if its regions were too small."""
         if any(each.any() for each in self.needed):
             wanted = [np.maximum(*both) for both in zip(self.needed, used, strict=True)]
@@ -331,7 +331,7 @@ class HopSampler:
             is_prefix=options.once or options.induced,
         )
         # the layout of later batches
-        arenas.settle(known + 1, num_offsets, filled)
+        arenas.set_later_capacities(known + 1, num_offsets, filled)
         self._idle.append(workspace)
         return sampled
 
