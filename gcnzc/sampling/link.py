@@ -167,7 +167,7 @@ class LinkSampler:
         negatives = self._sample_negatives(positives, items, epoch)
         pairs = torch.cat([positives, negatives], dim=1)
         nodes, positions = pairs.unique(return_inverse=True)
-        batch = self._sampler.sample(nodes, epoch, self._excluded_edges(positives))
+        batch = self._sampler.sample_checked(nodes, epoch, self._excluded_edges(positives))
         if batch.blocks[0].graph is not self.graph:
             batch.blocks = tuple(self._restore_graph(block) for block in batch.blocks)
         batch.pairs = positions

@@ -125,13 +125,24 @@ class Sampler:
                 epoch is out of range, or the graph has an invalid offset or source, see
                 `Graph.check`.
         """
-        begin_s = time.perf_counter()
         epoch = check_epoch("epoch", epoch)
         seeds = check_seeds("seeds", seeds, self.graph.num_nodes)
-        excluded = {} if without is None else {0: self._check_edges(without)}
+        excluded = None if without is None else self._check_edges(without)
+        return self.sample_checked(seeds, epoch, excluded)
+
+    def sample_checked(self, seeds: Tensor, epoch: int, excluded: Tensor | None) -> Batch:
+        """Return what `sample` does, for arguments that need no check.
+
+        Args:
+            seeds: (S,) int64 node ids, contiguous, on the host.
+            epoch: in [0, 2**32).
+            excluded: ascending positions in `graph.indices`, without duplicates.
+        """
+        begin_s = time.perf_counter()
+        by_type = {} if excluded is None else {0: excluded}
         with invalid_graph_errors(self.graph):
             sampled = self._hops.sample(
-                [(0, seeds)], epoch, excluded=excluded, empty=self.pool.empty
+                [(0, seeds)], epoch, excluded=by_type, empty=self.pool.empty
             )
         (nodes,), (indptr,), (indices,) = sampled.nodes, sampled.indptr, sampled.indices
         num_nodes, num_edges = (

@@ -130,13 +130,13 @@ class Workspace:
         rounded = [-(-each // LINE_ELEMENTS) * LINE_ELEMENTS for each in capacities]
         self.sizes = [int(each.sum()) for each in rounded]
         self.layout = tuple(x for each in rounded for x in (np.cumsum(each) - each, each))
+        self.first = [each.tolist() for each in self.layout[::2]]
 
-    def start(self, max_nodes: int, num_seeds: IdArray) -> None:
+    def start(self, max_nodes: int, num_seeds: IdArray, total: int) -> None:
         """Make room for the seeds of a batch, and for stamps of at most `max_nodes` other nodes."""
         nodes, offsets, edges = self.layout[1::2]
-        if (num_seeds >= nodes).any():
+        if np.greater_equal(num_seeds, nodes).any():
             self.set_capacities(np.maximum(nodes, num_seeds + 1), offsets, edges)
-        total = int(num_seeds.sum())
         if self.base + min(max_nodes, MAX_NODES) + total >= self.end:
             for table in self.tables:
                 table[:] = 0
@@ -161,7 +161,7 @@ class _Arenas:
     def __init__(self, workspace: Workspace, options: Options, empty: Allocate) -> None:
         self.workspace, self.options, self.empty = workspace, options, empty
         # the largest regions that were too small, and the capacities before
-        self.needed = [np.zeros_like(each) for each in workspace.layout[1::2]]
+        self.needed: list[IdArray] = []
         self.capacities = workspace.layout[1::2]
         self._allocate()
 
@@ -184,6 +184,7 @@ class _Arenas:
         kind = (field.NEED_NODES, field.NEED_INDPTR, field.NEED_EDGES).index(status)
         capacities = [each.copy() for each in layout[1::2]]
         capacities[kind][where] = min(2 * needed, LIMITS[status])
+        self.needed = self.needed or [np.zeros_like(each) for each in capacities]
         self.needed[kind][where] = needed
         self.workspace.set_capacities(*capacities)
         self._allocate()
@@ -197,13 +198,12 @@ class _Arenas:
 
     def views(self, vector: Tensor, kind: int, counts: IdArray) -> tuple[Tensor, ...]:
         """Return the first elements of each region: of node types (0), offsets (1) or edges (2)."""
-        begins = self.workspace.layout[2 * kind].tolist()
-        ranges = zip(begins, counts.tolist(), strict=True)
+        ranges = zip(self.workspace.first[kind], counts.tolist(), strict=True)
         return tuple(vector[begin : begin + count] for begin, count in ranges)
 
     def set_later_capacities(self, *used: IdArray) -> None:
         """Give later batches a quarter more than this one needed, if its regions were too small."""
-        if any(each.any() for each in self.needed):
+        if self.needed:
             wanted = [np.maximum(*both) for both in zip(self.needed, used, strict=True)]
             self.workspace.set_capacities(
                 *(
@@ -279,7 +279,7 @@ class HopSampler:
         num_seeds = np.zeros(len(graph.num_nodes), np.int64)
         for t, ids in seeds:
             num_seeds[t] = len(ids)
-        total = int(num_seeds.sum())
+        total = sum(len(ids) for _, ids in seeds)
         if options.temporal is not None and (
             not options.disjoint or seed_times is None or len(seed_times) != total
         ):
@@ -293,7 +293,7 @@ class HopSampler:
         except IndexError:
             workspace = Workspace(graph, options.disjoint)
         max_nodes = MAX_NODES if options.disjoint else max(graph.num_nodes, default=0)
-        workspace.start(max_nodes, num_seeds)
+        workspace.start(max_nodes, num_seeds, total)
         arenas = _Arenas(workspace, options, empty)
         seed_data = self._place_seeds(arenas, seeds, seed_times, total)
         table = graph.table
@@ -306,7 +306,7 @@ class HopSampler:
                     len(positions),
                 )
         flags = self._flags.copy()
-        flags[[field.INSERT, field.EPOCH]] = 1, epoch
+        flags[field.INSERT], flags[field.EPOCH] = 1, epoch
         known, filled = num_seeds.copy(), np.zeros(len(graph.relations), np.int64)
         num_nodes, num_edges = self._run(
             table, self._fanouts, flags, seed_data, arenas, known, filled
@@ -318,7 +318,7 @@ class HopSampler:
             every = np.full((1, len(graph.relations)), ALL)
             _, num_edges = self._run(table, every, flags, seed_data, arenas, known, filled)
             num_offsets = known + 1
-        workspace.base += max(int(known.max(initial=0)), 1)
+        workspace.base += max([*known.tolist(), 1])
         num_offsets = num_offsets[graph.table[:, field.DST]]
         sampled = Sample(
             nodes=arenas.views(arenas.nodes, 0, known),
@@ -366,13 +366,12 @@ class HopSampler:
                 (num_nodes, num_edges, known, filled),
                 progress,
             )
-            status, needed, where = progress[[field.STATUS, field.NEEDED, field.WHERE]].tolist()
+            status, where, needed, _, r, destination = progress.tolist()
             if status == field.DONE:
                 return num_nodes, num_edges
             if status == field.INVALID_COLUMN:
-                r, destination = progress[[field.RELATION, field.DESTINATION]].tolist()
                 t = graph.relations[r].dst
-                begin = int(workspace.layout[0][t])
+                begin = workspace.first[0][t]
                 end = begin + min(int(known[t]), destination + field.CHUNK_DESTINATIONS)
                 raise graph.find_damage(r, arenas.nodes[begin + destination : end])
             if status == field.NEED_SLOTS:
@@ -400,7 +399,7 @@ class HopSampler:
         times = seed_times.numpy() if is_temporal and seed_times is not None else _NO_TIMES
         first = 0
         for t, ids in seeds:
-            begin, last = int(arenas.workspace.layout[0][t]), first + len(ids)
+            begin, last = arenas.workspace.first[0][t], first + len(ids)
             arenas.nodes[begin : begin + len(ids)] = ids
             if is_disjoint:
                 torch.arange(first, last, out=arenas.trees[begin : begin + len(ids)])

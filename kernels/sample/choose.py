@@ -13,7 +13,7 @@ from numba import int64, njit, uint32, uint64
 import gcnzc.kernels.sample.layout as field
 from gcnzc.kernels.memory import prefetch
 from gcnzc.kernels.philox import MASK, philox4x32
-from gcnzc.kernels.sample.columns import copy_remaining, has_excluded, num_before
+from gcnzc.kernels.sample.columns import copy_remaining
 from gcnzc.kernels.sample.layout import float32s, int64s
 
 MAX_COMPARED = 64
@@ -199,12 +199,13 @@ def sample_chunk(
 
 @njit(cache=True, nogil=True)
 def sample_weighted_chunk(
-    nodes, begins, degrees, trees, tree_keys, hop, fanout, options, relation, ranks, remaining,
-    positions, ends,
+    nodes, begins, degrees, firsts, trees, tree_keys, hop, fanout, options, relation, ranks,
+    remaining, positions, ends,
 ):  # fmt: skip
     """`sample_chunk` for an edge type with weights; edges of weight 0 are never sampled.
 
-    `ranks` and `remaining` are scratch memory of as many elements as the longest column.
+    `firsts` are from `filter_chunk` if edges are excluded. `ranks` and `remaining` are scratch
+    memory of as many elements as the longest column.
     """
     weights = float32s(relation[field.WEIGHT], relation[field.NUM_EDGES])
     excluded = int64s(relation[field.EXCLUDED], relation[field.NUM_EXCLUDED])
@@ -213,9 +214,8 @@ def sample_weighted_chunk(
     for i in range(len(nodes)):
         begin, degree = begins[i], degrees[i]
         own_weights = weights[begin : begin + degree]
-        first = num_before(excluded, begin)
-        if has_excluded(excluded, first, begin, degree):
-            copy_remaining(weights, excluded, first, begin, degree, remaining)
+        if len(excluded) and firsts[i] >= 0:
+            copy_remaining(weights, excluded, firsts[i], begin, degree, remaining)
             own_weights = remaining[:degree]
         chosen = positions[filled:]
         if fanout < 0 or (degree <= fanout and not options[field.REPLACE]):

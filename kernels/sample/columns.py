@@ -43,7 +43,7 @@ def begin_chunk(indptr, num_edges, nodes, destination, fanout, replace, begins, 
 
 
 @njit(cache=True, nogil=True)
-def filter_chunk(relation, num_src, fanout, options, latest, begins, degrees, size):
+def filter_chunk(relation, num_src, fanout, options, latest, begins, degrees, firsts, size):
     """Leave only the eligible edges of a chunk: not too late, and not excluded.
 
     Args:
@@ -53,6 +53,8 @@ def filter_chunk(relation, num_src, fanout, options, latest, begins, degrees, si
         options: (NUM_OPTIONS,) int64.
         latest: latest time of each destination; empty if times do not count.
         begins, degrees: first edge and number of edges of each destination; changed.
+        firsts: receives the number of excluded edges before the first edge of each destination, -1
+            if there are none among its edges.
         size: number of destinations.
 
     Returns:
@@ -66,12 +68,15 @@ def filter_chunk(relation, num_src, fanout, options, latest, begins, degrees, si
         return total, longest, False
     for i in range(size):
         begin, degree = begins[i], degrees[i]
-        first = num_before(excluded, begin)
-        degree -= num_before(excluded, begin + degree) - first
+        first = last = _num_before(excluded, begin)
+        while last < len(excluded) and excluded[last] < begin + degree:
+            last += 1
+        degree -= last - first
         if len(latest) and options[field.TEMPORAL] == field.LAST and 0 < fanout < degree:
             num_last = _find_last(weights, excluded, first, begin, degree, fanout)
             begins[i] = remaining_position(excluded, first, begin, degree - num_last)
-            degree = num_last
+            degree, first = num_last, _num_before(excluded, begins[i])
+        firsts[i] = first if first < last else -1
         degrees[i] = degree
         total += num_sampled(degree, fanout, options[field.REPLACE] != 0)
         longest = max(longest, degree)
@@ -146,26 +151,16 @@ def _find_last(weights, excluded, first, begin, degree, fanout):
     return degree
 
 
-@njit(cache=True, nogil=True)
-def num_before(excluded, position):
-    """Return the number of excluded edges before a position."""
-    low, high = int64(0), int64(len(excluded))
-    while low < high:
-        middle = (low + high) >> 1
-        if excluded[middle] < position:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
 @njit(inline="always")
-def has_excluded(excluded, first, begin, degree):
-    """Return whether excluded edges are between the remaining edges of a column.
-
-    `first` is the number of excluded edges before `begin`, the first remaining edge of `degree`.
-    """
-    return first < len(excluded) and excluded[first] < begin + degree
+def _num_before(excluded, position):
+    """Return the number of excluded edges before a position."""
+    # a binary search without branches, which are unpredictable
+    low, size = int64(0), int64(len(excluded))
+    while size > 0:
+        half = (size + 1) >> 1
+        low += half if excluded[low + half - 1] < position else 0
+        size -= half
+    return low
 
 
 @njit(cache=True, nogil=True)
@@ -201,17 +196,15 @@ def copy_remaining(values, excluded, first, begin, degree, out):
 
 
 @njit(cache=True, nogil=True)
-def skip_excluded(relation, begins, degrees, size, positions, ends):
+def skip_excluded(relation, begins, firsts, size, positions, ends):
     """Map positions among the remaining edges of each destination to positions among all edges."""
     excluded = int64s(relation[field.EXCLUDED], relation[field.NUM_EXCLUDED])
     index_bytes = int64(8) if relation[field.IS_WIDE] else int64(4)
     filled = int64(0)
     for i in range(size):
-        begin = begins[i]
-        first = num_before(excluded, begin)
-        if has_excluded(excluded, first, begin, degrees[i]):
+        if firsts[i] >= 0:
             for edge in range(filled, ends[i]):
-                index = positions[edge] - begin
-                positions[edge] = remaining_position(excluded, first, begin, index)
+                index = positions[edge] - begins[i]
+                positions[edge] = remaining_position(excluded, firsts[i], begins[i], index)
                 prefetch(relation[field.INDICES] + index_bytes * positions[edge])
         filled = ends[i]

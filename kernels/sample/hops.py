@@ -302,6 +302,7 @@ def sample_hops(
     begins = np.empty(field.CHUNK_DESTINATIONS, np.int64)
     degrees = np.empty(field.CHUNK_DESTINATIONS, np.int64)
     ends = np.empty(field.CHUNK_DESTINATIONS, np.int64)
+    firsts = np.empty(field.CHUNK_DESTINATIONS, np.int64)
     scratch = new_scratch(is_disjoint)
     positions = np.empty(field.CHUNK_EDGES + MAX_COMPARED, np.int64)
     bits = np.zeros(1, np.uint64)
@@ -358,7 +359,7 @@ def sample_hops(
                         latest[i] = seed_times[chunk_trees[i]]
                     total, longest, is_valid = filter_chunk(
                         relation, num_src, fanout, options, latest[: size if is_dated else 0],
-                        begins, degrees, size,
+                        begins, degrees, firsts, size,
                     )  # fmt: skip
                 if not is_valid:
                     _stop(progress, field.INVALID_COLUMN, (hop, r, destination), r, 0)
@@ -392,8 +393,9 @@ def sample_hops(
                         ranks = np.empty(2 * longest, np.float64)
                         remaining = np.empty(2 * longest, np.float32)
                     total = sample_weighted_chunk(
-                        destinations[destination:last], begins, degrees, chunk_trees, tree_keys,
-                        hop, fanout, options, relation, ranks, remaining, positions, ends,
+                        destinations[destination:last], begins, degrees, firsts, chunk_trees,
+                        tree_keys, hop, fanout, options, relation, ranks, remaining, positions,
+                        ends,
                     )  # fmt: skip
                 else:
                     if fanout > MAX_COMPARED and longest > 64 * len(bits):
@@ -403,7 +405,7 @@ def sample_hops(
                         hop, fanout, options, relation, scratch, bits, positions, ends,
                     )  # fmt: skip
                 if relation[field.NUM_EXCLUDED]:
-                    skip_excluded(relation, begins, degrees, size, positions, ends)
+                    skip_excluded(relation, begins, firsts, size, positions, ends)
                 at = edge_first[r] + edge
                 local_ids = indices[at : at + total]
                 if is_induced:

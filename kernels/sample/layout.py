@@ -55,7 +55,7 @@ UNIFORM, LAST = 1, 2  # values of TEMPORAL
 
 # fields of the progress; RELATION and DESTINATION are where to resume, or the chunk that is
 # invalid; WHERE is the type whose region is too small, and NEEDED the size that it needs
-STATUS, HOP, RELATION, DESTINATION, WHERE, NEEDED, NUM_PROGRESS = range(7)
+STATUS, WHERE, NEEDED, HOP, RELATION, DESTINATION, NUM_PROGRESS = range(7)
 DONE, NEED_NODES, NEED_INDPTR, NEED_EDGES, NEED_SLOTS, INVALID_COLUMN = range(6)  # values of STATUS
 
 ALWAYS = -(2**63)  # the time of edges and nodes without a time, which are always eligible
