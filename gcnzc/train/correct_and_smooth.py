@@ -181,10 +181,6 @@ def correct_and_smooth(
     truth = labels.float() if labels.ndim == 2 else functional.one_hot(labels, logits.shape[1])
     truth, propagate = truth.float(), Propagation(data.graph)
     splits = {name: data.split[name] for name in ("valid", "test")}
-
-    def scores_of(rows: Tensor) -> Scores:
-        return score(_as_logits(rows, data.labels.ndim), data.labels, splits, task.metric)
-
     before = score(logits, data.labels, splits, task.metric)
     best: tuple[float, Tensor, Scores, dict[str, Any]] | None = None
     # without propagations, their weight has no effect
@@ -198,7 +194,9 @@ def correct_and_smooth(
             corrected = correct(propagate, predicted, truth, nodes, steps, first, scale)
             last = first
         rows = smooth(propagate, corrected, truth, nodes, smooth_steps, second)
-        found = scores_of(rows)
+        # the label of a label column is 1 above 0.5; of classes, only the order matters
+        shifted = rows - 0.5 if data.labels.ndim == 2 else rows
+        found = score(shifted, data.labels, splits, task.metric)
         valid = found[task.metric]["valid"]
         if best is None or valid > best[0]:
             best = valid, rows, found, {"correct_alpha": first, "smooth_alpha": second}
@@ -218,15 +216,3 @@ def correct_and_smooth(
     if not is_used:
         rows, found = predicted, before
     return CorrectedScores(rows, found, choice)
-
-
-def _as_logits(rows: Tensor, axes: int) -> Tensor:
-    """Shift the probabilities of tasks so that 0 is the decision threshold, as for logits.
-
-    Those of classes are returned unchanged, since only their order matters.
-
-    Args:
-        rows: (N, C) probabilities, or the sums of probabilities and errors.
-        axes: of the labels; 2 for label columns, whose label is 1 above 0.5.
-    """
-    return rows - 0.5 if axes == 2 else rows

@@ -1,5 +1,6 @@
 """Inference with rows on disk equals inference in memory bit for bit, and resumes after a kill."""
 
+import copy
 import errno
 import itertools
 import os
@@ -160,38 +161,42 @@ def test_it_resumes_wherever_it_ended(name, small, tmp_path, monkeypatch):
 def test_rows_of_another_computation_are_refused(small, tmp_path):
     graph, model = random_graph(), made("gcn", 5, 8, 4)
     x = torch.randn(60, 5).double()
-    inference(model, graph, FeatureTable(x), scratch=tmp_path, **small)
-    other_graph = random_graph()
-    other_x = x.clone()
+
+    def infer(model=model, graph=graph, x=x, **words):
+        return inference(model, graph, FeatureTable(x), scratch=tmp_path, **{**small, **words})
+
+    infer()
+    other_x, other_model = x.clone(), copy.deepcopy(model)
     other_x[59, 4] += 1
-    with pytest.raises(ValueError, match="another computation: graph differ"):
-        inference(model, other_graph, FeatureTable(x), scratch=tmp_path, **small)
-    with pytest.raises(ValueError, match="features differ"):
-        inference(model, graph, FeatureTable(other_x), scratch=tmp_path, **small)
-    for words in ({"layer": 2}, {"nodes": [1]}, {"batch_nodes": 6}):
-        with pytest.raises(ValueError, match=r"another computation: (layer|nodes|ranges) differ"):
-            inference(model, graph, FeatureTable(x), scratch=tmp_path, **{**small, **words})
     with torch.no_grad():
-        model.layers[2].bias[0] += 1
-    with pytest.raises(ValueError, match=r"model differ(.|\n)*hint: give another folder"):
-        inference(model, graph, FeatureTable(x), scratch=tmp_path, **small)
-    (tmp_path / "scratch.json").write_bytes(b'{"format": 1, "mo')
-    with pytest.raises(
-        ValueError, match=r"scratch.json is damaged(.|\n)*hint: give another folder"
+        other_model.layers[2].bias[0] += 1
+    for words, differing in (
+        ({"graph": random_graph()}, "graph"),
+        ({"x": other_x}, "features"),
+        ({"layer": 2}, "layer"),
+        ({"nodes": [1]}, "nodes"),
+        ({"batch_nodes": 6}, "ranges"),
+        ({"model": other_model}, "model"),
     ):
-        inference(model, graph, FeatureTable(x), scratch=tmp_path, **small)
+        message = f"another computation: {differing} differ\n\nhint: give another folder"
+        with pytest.raises(ValueError, match=message):
+            infer(**words)
+    (tmp_path / "scratch.json").write_bytes(b'{"format": 1, "mo')
+    with pytest.raises(ValueError, match=r"json is damaged(.|\n)*hint: give another folder"):
+        infer()
 
 
 def test_wrong_folders_and_memory_are_refused(small, tmp_path, monkeypatch):
     monkeypatch.setattr(inference_module, "MIN_MEMORY", 1 << 20)
     graph, model = random_graph(), made("gcn", 5, 8, 4)
     table = FeatureTable(torch.randn(60, 5).double())
-    with pytest.raises(ValueError, match="memory"):
-        inference(model, graph, table, scratch=tmp_path, memory=1000)
-    with pytest.raises(ValueError, match="no folder for layer outputs"):
-        inference(model, graph, table, memory=1 << 20)
-    with pytest.raises(ValueError, match="layer is 4, but must be at most 3"):
-        inference(model, graph, table, layer=4)
+    for words, message in (
+        ({"scratch": tmp_path, "memory": 1000}, "memory"),
+        ({"memory": 1 << 20}, "no folder for layer outputs"),
+        ({"layer": 4}, "layer is 4, but must be at most 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            inference(model, graph, table, **words)
     (tmp_path / "mine").write_text("kept")
     with pytest.raises(ValueError, match="not a scratch folder: it has mine"):
         inference(model, graph, table, scratch=tmp_path)
