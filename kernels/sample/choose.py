@@ -179,8 +179,8 @@ def sample_chunk(
             filled += degree
         elif is_compared:
             for draw in range(fanout):
-                position = begin + words[draw, column]
-                positions[filled + draw] = position
+                position = begin + words[draw, uint64(column)]
+                positions[uint64(filled + draw)] = position
                 prefetch(address + index_bytes * position)
             column += 1
             filled += fanout

@@ -42,6 +42,14 @@ PREFETCH_DISTANCE = 64  # edges ahead for which table slots are prefetched
 SLOTS_PER_NODE = 2  # hash tables are at most half full, so that a probe ends after one or two slots
 
 
+# Indices of the hot loops are unsigned: numba tests whether a signed one counts from the end.
+@njit(cache=True, nogil=True)
+def _gather(indices, positions):
+    """Replace the positions of edges by their sources."""
+    for i in range(len(positions)):
+        positions[i] = indices[uint64(positions[i])]
+
+
 @njit(cache=True, nogil=True)
 def _is_any_out_of_range(ids, end):
     """Return whether an id is outside [0, end).
@@ -77,11 +85,11 @@ def _relabel_direct(sources, table, base, nodes, count, local_ids):
         if i + PREFETCH_DISTANCE < len(sources):
             prefetch_element(table, sources[i + PREFETCH_DISTANCE])
         source = sources[i]
-        stamp = int64(table[source])
+        stamp = int64(table[uint64(source)])
         new = stamp < base
         stamp = base + count if new else stamp
-        table[source] = stamp
-        nodes[count] = source
+        table[uint64(source)] = stamp
+        nodes[uint64(count)] = source
         count += 1 if new else 0
         local_ids[i] = stamp - base
     return count
@@ -121,7 +129,7 @@ def _relabel_hashed(sources, table, first_key, base, nodes, count, local_ids):
                 local, free, other = _probe(table[slot], key, base)
         local += (count - local) & free
         table[slot] = (key << 32) | (base + local)
-        nodes[count] = sources[i]
+        nodes[uint64(count)] = sources[i]
         count -= free
         local_ids[i] = local
     return count
@@ -431,11 +439,9 @@ def sample_hops(
                     continue
                 sources = positions[:total]
                 if len(wide):
-                    for i in range(total):
-                        sources[i] = wide[positions[i]]
+                    _gather(wide, sources)
                 else:
-                    for i in range(total):
-                        sources[i] = narrow[positions[i]]
+                    _gather(narrow, sources)
                 if _is_any_out_of_range(sources, num_src):
                     _stop(progress, field.INVALID_COLUMN, (hop, r, destination), r, 0)
                     return
