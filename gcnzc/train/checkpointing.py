@@ -257,14 +257,16 @@ class Checkpoint(Callback):
             f"{remedy_of(run.folder, self.number)}; with several machines, put the run folder on "
             "a file system that they share"
         )
-        with joint_work(run.group):
+
+        def load_own(worker: int) -> Any:
+            if worker == 0 and first is not None:
+                return first
+            return checkpoint.load(self._path(worker), remedy=remedy)["own"]
+
+        with joint_work(run.group) as work:
             check_files(self.graph_files, state["graph"], run.data.folder, run.folder)
-            owns = [
-                first
-                if first is not None and each == 0
-                else checkpoint.load(self._path(each), remedy=remedy)["own"]
-                for each in ([rank] if is_same else range(former))
-            ]
+            workers = [rank] if is_same else range(former)
+            owns = work.run_in_thread(lambda: [*map(load_own, workers)])
         run.epoch, run.in_epoch, run.lines = state["epoch"], state["in_epoch"], state["lines"]
         states = [state] if run.optimizer.is_shared else owns
         if run.average is not None:

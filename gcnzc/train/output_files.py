@@ -5,6 +5,7 @@ and the file is written when that is possible again. A run folder that was moved
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from gcnzc.system.files import folder_identity
@@ -29,13 +30,11 @@ class OutputFiles:
         """names of the files that are not up to date, and why"""
         self.is_training = False
         """whether failures are reported; before the training begins they are raised"""
-        self._identity: str | None = None
-        self._config_time: int | None = None
+        self._identities: set[str | int] = set()
 
     def identify(self) -> None:
         """Record the folder's identity, so that `demand_folder` detects if it is moved."""
-        self._identity = folder_identity(self.folder)
-        self._config_time = _time_of(self.folder / CONFIG)
+        self._identities = _identities_of(self.folder)
 
     def attempt(self, name: str, write: Callable[[], object]) -> bool:
         """Call `write`, which writes the file `name`, and return whether it could be written.
@@ -77,13 +76,7 @@ class OutputFiles:
         Raises:
             ValueError: it was moved or removed.
         """
-        if self._identity is None:
-            return
-        is_ours = folder_identity(self.folder) == self._identity
-        # some network file systems number a folder anew
-        if not is_ours and self._config_time is not None:
-            is_ours = _time_of(self.folder / CONFIG) == self._config_time
-        if not is_ours:
+        if self._identities and self._identities.isdisjoint(_identities_of(self.folder)):
             raise ValueError(format_moved_error(self.folder))
 
     def causes(self) -> dict[str, str]:
@@ -91,12 +84,12 @@ class OutputFiles:
         return {name: cause_of(error) for name, error in sorted(self.failures.items())}
 
 
-def _time_of(path: Path) -> int | None:
-    """Return when a file was written, in nanoseconds; None if there is none."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return None
+def _identities_of(folder: Path) -> set[str | int]:
+    """Return what identifies a run folder, also on a network file system that numbers it anew."""
+    found: set[str | int] = {identity} if (identity := folder_identity(folder)) else set()
+    with suppress(OSError):
+        found.add((folder / CONFIG).stat().st_mtime_ns)
+    return found
 
 
 def format_moved_error(folder: Path) -> str:

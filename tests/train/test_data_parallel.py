@@ -19,11 +19,11 @@ from training import assert_same_weights, planted, saved, train_as_worker
 import gcnzc
 from gcnzc import FeatureTable, Graph, Loader, cli
 from gcnzc.cli import builtin_graph
-from gcnzc.exchange import Group, lockstep
+from gcnzc.exchange import Group, init_group, lockstep
 from gcnzc.models import gnn
 from gcnzc.optim import Averaged
 from gcnzc.system.spans import Span
-from gcnzc.train import run_folder
+from gcnzc.train import checkpointing, run_folder
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import seeds_checksum
 from gcnzc.train.run import train
@@ -316,6 +316,26 @@ def test_worker_0_chooses_the_folder_and_an_error_of_any_worker_reaches_all(conf
     first, second = talk(tmp_path, 0), talk(tmp_path, 1)
     assert "error: rank 0: the disk is broken" in second
     assert "error: rank 1: the disk is broken" in first
+
+
+def train_on_damaged_files(config, folder):
+    """What a run ends with on each worker, if the files of one machine are damaged."""
+
+    def describe(data):
+        raise ValueError("meta.json is damaged")
+
+    with init_group(timeout_s=NEVER_S) as group:
+        if group.rank == 1:
+            checkpointing.describe_files = describe
+        with pytest.raises(ValueError, match="meta.json is damaged") as caught:
+            train(config, folder, group=group)
+        return str(caught.value)
+
+
+def test_damaged_files_of_one_machine_are_an_error_on_all(config, tmp_path):
+    found = results(2, tmp_path, train_on_damaged_files, config, tmp_path / "run")
+    assert found == ["rank 1: meta.json is damaged", "meta.json is damaged"]
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_non_finite_gradient_is_skipped_on_all_ranks_and_reported(config, tmp_path):

@@ -105,14 +105,14 @@ class TrainedEmbeddings:
             FileNotFoundError: the file does not exist on a worker.
             ValueError: the file is damaged, or of other tables.
         """
-        with joint_work(self.group):
+        with joint_work(self.group) as work:
             if not path.is_file():
                 raise FileNotFoundError(
                     f"{path} is missing, which has the embeddings of the checkpoint\n\n"
                     f"hint: {remedy}"
                 )
             try:
-                self.optimizer.load(path)
+                work.run_in_thread(lambda: self.optimizer.load(path))
             except ValueError as error:
                 raise ValueError(f"{_cause_of(error)}\n\nhint: {remedy}") from error
 
