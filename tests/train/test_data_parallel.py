@@ -327,7 +327,7 @@ def train_on_damaged_files(config, folder):
     with init_group(timeout_s=NEVER_S) as group:
         if group.rank == 1:
             checkpointing.describe_files = describe
-        with pytest.raises(ValueError, match="meta.json is damaged") as caught:
+        with pytest.raises(ValueError, match=r"meta\.json is damaged") as caught:
             train(config, folder, group=group)
         return str(caught.value)
 
