@@ -201,7 +201,8 @@ def _convert(given: Any, kind: Any) -> Any:
         return {"true": True, "false": False}[str(given).lower()]
     if origin is tuple:
         item, *rest = get_args(kind)
-        words = given.split(",") if isinstance(given, str) and given else given
+        words = given.split(",") if isinstance(given, str) else given
+        words = [] if given == "" else words
         if "" in words or (rest and rest[0] is not ... and len(words) != len(rest) + 1):
             raise ValueError
         return tuple(_convert(each, item) for each in words)
