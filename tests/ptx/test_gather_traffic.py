@@ -6,14 +6,7 @@ import pytest
 import torch
 
 from gcnzc.features.pcie_traffic import SECTOR_BYTES, table_traffic
-from gcnzc.kernels.gather.cached_rows import (
-    CachedRows,
-    Peers,
-    aligned_view,
-    assign_slots,
-    copy_rows,
-    make_cached_rows,
-)
+from gcnzc.kernels.gather import cached_rows
 from gcnzc.kernels.gather.gpu import gather_rows
 from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES
 
@@ -105,7 +98,7 @@ def counted(executor, table, ids, **options):
 def test_cached_rows_are_requested_like_the_table(row_bytes, ptx):
     table, ids = spaced_rows(row_bytes, row_bytes, 4, torch.float32)
     half = ids[: COUNT // 2]
-    cached = make_cached_rows(table, half, torch.device("cpu"))
+    cached = cached_rows.make_cached_rows(table, half, torch.device("cpu"))
     found, requests = counted(ptx, table, ids, cached=cached)
     assert torch.equal(found.view(torch.int32), table[ids].view(torch.int32))
     assert requests == modelled(table, ids[COUNT // 2 :])
@@ -122,11 +115,11 @@ def test_cached_rows_of_several_gpus_are_requested_like_the_table(gpus, ptx):
     buffers = [torch.zeros((len(part) * 5 + 1) * LINE_BYTES, dtype=torch.int8) for part in owned]
     parts = []
     for part, buffer in zip(owned, buffers, strict=True):
-        parts.append(aligned_view(buffer, len(part), 5 * LINE_BYTES))
-        copy_rows(table, part, parts[-1])
+        parts.append(cached_rows.aligned_view(buffer, len(part), 5 * LINE_BYTES))
+        cached_rows.copy_rows(table, part, parts[-1])
     addresses = torch.tensor([part.data_ptr() for part in parts])
-    peers = Peers(addresses, 0, owners=tuple(buffers))
-    cached = CachedRows(assign_slots(owned, len(table)), parts[0], peers)
+    peers = cached_rows.Peers(addresses, 0, owners=tuple(buffers))
+    cached = cached_rows.CachedRows(cached_rows.assign_slots(owned, len(table)), parts[0], peers)
     found, requests = counted(ptx, table, ids, cached=cached)
     assert torch.equal(found.view(torch.int32), table[ids].view(torch.int32))
     assert requests == modelled(table, ids[COUNT // 2 :])

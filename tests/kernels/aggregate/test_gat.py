@@ -4,25 +4,7 @@ import pytest
 import torch
 from blocks import ERRORS, assert_triton_close, random_block, swap_index_dtypes
 
-from gcnzc.kernels.aggregate.edge_softmax import (
-    edge_softmax_backward,
-    edge_softmax_backward_triton,
-    edge_softmax_forward,
-    edge_softmax_triton,
-)
-from gcnzc.kernels.aggregate.gat import (
-    add_self_loops,
-    add_self_loops_reference,
-    add_self_loops_torch,
-    gat_aggregate,
-)
-from gcnzc.kernels.aggregate.weighted import (
-    sddmm_numba,
-    sddmm_triton,
-    weighted_spmm,
-    weighted_spmm_numba,
-    weighted_spmm_triton,
-)
+from gcnzc.kernels.aggregate import edge_softmax, gat, weighted
 from gcnzc.kernels.structure.transpose import transpose
 
 # heads, parts of a row, columns a part
@@ -40,11 +22,11 @@ def inputs(shape, num_sources=70, num_targets=50, dtype=torch.float64):
 def test_self_loops_are_added_once(pointers, ids):
     indptr, indices = random_block(12, 10, 9, pointers=pointers, ids=ids)
     own = torch.randperm(12)[:10].to(ids)
-    found = add_self_loops(indptr, indices, own, 12)
-    expected = add_self_loops_reference(indptr, indices, own)
+    found = gat.add_self_loops(indptr, indices, own, 12)
+    expected = gat.add_self_loops_reference(indptr, indices, own)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
-    padded_indptr, padded = add_self_loops_torch(indptr, indices, own, 12)
+    padded_indptr, padded = gat.add_self_loops_torch(indptr, indices, own, 12)
     assert torch.equal(padded_indptr, expected[0])
     assert padded.dtype == ids
     assert torch.equal(padded[: len(expected[1])], expected[1])
@@ -65,11 +47,11 @@ def test_self_loops_of_targets_that_do_not_exist_are_rejected():
         (own.to("meta"), "self_index is on meta"),
     ]:
         with pytest.raises(ValueError, match=message):
-            gat_aggregate(indptr, indices, x, source, target, self_index=wrong)
+            gat.gat_aggregate(indptr, indices, x, source, target, self_index=wrong)
     few = torch.zeros_like(indices)
     with pytest.raises(ValueError, match="50 targets, but x has 40 sources"):
-        gat_aggregate(indptr, few, x[:40], source[:40], target)
-    found = gat_aggregate(indptr, few, x[:40], source[:40], target, self_loops=False)
+        gat.gat_aggregate(indptr, few, x[:40], source[:40], target)
+    found = gat.gat_aggregate(indptr, few, x[:40], source[:40], target, self_loops=False)
     assert found.shape == (50, 2, 3)
 
 
@@ -84,30 +66,36 @@ def test_triton_equals_numba(shape, dtype, device):
     source, target = torch.randn(20, heads, dtype=wide), torch.randn(9, heads, dtype=wide)
     block = [part.to(device) for part in swap_index_dtypes(indptr, indices)]
     moved = [*block, source.to(device), target.to(device)]
-    weight = edge_softmax_forward(indptr, indices, source, target, 0.3)
+    weight = edge_softmax.edge_softmax_forward(indptr, indices, source, target, 0.3)
     out = torch.empty_like(weight).to(device)
-    assert_triton_close(edge_softmax_triton(*moved, 0.3, out), weight)
+    assert_triton_close(edge_softmax.edge_softmax_triton(*moved, 0.3, out), weight)
 
     grad = torch.randn_like(weight)
-    expected = edge_softmax_backward(indptr, indices, source, target, 0.3, weight, grad)
+    expected = edge_softmax.edge_softmax_backward(
+        indptr, indices, source, target, 0.3, weight, grad
+    )
     made = [part.to(device) for part in (weight, grad)]
     made += [torch.empty_like(made[0]), torch.empty_like(moved[3])]
-    for one, other in zip(edge_softmax_backward_triton(*moved, 0.3, *made), expected, strict=True):
+    for one, other in zip(
+        edge_softmax.edge_softmax_backward_triton(*moved, 0.3, *made), expected, strict=True
+    ):
         assert_triton_close(one, other)
 
     x_moved, y_moved = x.to(device), y.to(device)
     for out_dtype in (None, wide):
-        found = weighted_spmm_triton(*block, None, made[0], x_moved, heads, out_dtype)
-        expected = weighted_spmm_numba(indptr, indices, None, weight, x, heads, out_dtype)
+        found = weighted.weighted_spmm_triton(*block, None, made[0], x_moved, heads, out_dtype)
+        expected = weighted.weighted_spmm_numba(indptr, indices, None, weight, x, heads, out_dtype)
         assert_triton_close(found, expected)
     turned = transpose(indptr, indices, 20)
     order = turned.indptr, turned.targets, turned.edges
     order_moved = [part.to(device) for part in swap_index_dtypes(*order)]
     assert_triton_close(
-        weighted_spmm_triton(*order_moved, made[0], y_moved, parts),
-        weighted_spmm_numba(*order, weight, y, parts),
+        weighted.weighted_spmm_triton(*order_moved, made[0], y_moved, parts),
+        weighted.weighted_spmm_numba(*order, weight, y, parts),
     )
-    assert_triton_close(sddmm_triton(*block, x_moved, y_moved), sddmm_numba(indptr, indices, x, y))
+    assert_triton_close(
+        weighted.sddmm_triton(*block, x_moved, y_moved), weighted.sddmm_numba(indptr, indices, x, y)
+    )
 
 
 @pytest.mark.triton
@@ -124,11 +112,11 @@ def test_reads_strided_rows(layout, device):
     weight, y = torch.randn(len(indices), 2), torch.randn(50, 2, 5)
     whole = x.contiguous()
     block = indptr, indices, weight
-    assert torch.equal(weighted_spmm(*block, x), weighted_spmm(*block, whole))
-    products = sddmm_numba(indptr, indices, whole, y)
-    assert torch.equal(sddmm_numba(indptr, indices, x, y), products)
+    assert torch.equal(weighted.weighted_spmm(*block, x), weighted.weighted_spmm(*block, whole))
+    products = weighted.sddmm_numba(indptr, indices, whole, y)
+    assert torch.equal(weighted.sddmm_numba(indptr, indices, x, y), products)
     block = indptr.to(device), indices.to(device), None, weight.to(device)
     assert torch.equal(
-        weighted_spmm_triton(*block, view(rows.to(device)), 2),
-        weighted_spmm_triton(*block, whole.to(device), 2),
+        weighted.weighted_spmm_triton(*block, view(rows.to(device)), 2),
+        weighted.weighted_spmm_triton(*block, whole.to(device), 2),
     )

@@ -4,14 +4,7 @@ import pytest
 import torch
 from blocks import ERRORS, assert_triton_close, both, random_block, swap_index_dtypes
 
-from gcnzc.kernels.aggregate.gatv2 import (
-    gatv2_aggregate,
-    leaky_scores_numba,
-    leaky_scores_triton,
-    sum_leaky_slopes_numba,
-    sum_leaky_slopes_triton,
-    sum_products,
-)
+from gcnzc.kernels.aggregate import gatv2
 from gcnzc.kernels.structure.transpose import transpose
 
 # heads, columns a head
@@ -37,7 +30,7 @@ def test_no_tensor_has_a_row_for_each_edge(monkeypatch):
             return out
 
     with Largest():
-        both(gatv2_aggregate, indptr, indices, (x, y, a))
+        both(gatv2.gatv2_aggregate, indptr, indices, (x, y, a))
     rows_bytes = len(indices) * 2 * 64 * 4
     # weights of 2 heads, and 8 B numbers of edges, of which the pool's memory is a little more
     assert 0 < largest < rows_bytes / 16
@@ -56,18 +49,18 @@ def test_triton_equals_numba(shape, dtype, device):
     padded = torch.cat([indices, indices.new_full((3,), 20)])
     block = [part.to(device) for part in swap_index_dtypes(indptr, padded)]
     xd, yd, ad, grad_moved = (rows.to(device) for rows in (x, y, a, grad))
-    scores = leaky_scores_numba(indptr, indices, x, y, a, 0.3)
-    assert_triton_close(leaky_scores_triton(*block, xd, yd, ad, 0.3)[: len(indices)], scores)
-    found = sum_leaky_slopes_triton(*block, None, grad_moved, xd, yd, 0.3)
-    assert_triton_close(found, sum_leaky_slopes_numba(indptr, indices, None, grad, x, y, 0.3))
+    scores = gatv2.leaky_scores_numba(indptr, indices, x, y, a, 0.3)
+    assert_triton_close(gatv2.leaky_scores_triton(*block, xd, yd, ad, 0.3)[: len(indices)], scores)
+    found = gatv2.sum_leaky_slopes_triton(*block, None, grad_moved, xd, yd, 0.3)
+    assert_triton_close(found, gatv2.sum_leaky_slopes_numba(indptr, indices, None, grad, x, y, 0.3))
     turned = transpose(indptr, indices, 20)
     order = turned.indptr, turned.targets, turned.edges
     order_moved = [part.to(device) for part in swap_index_dtypes(*order)]
-    found = sum_leaky_slopes_triton(*order_moved, grad_moved, yd, xd, 0.3)
-    assert_triton_close(found, sum_leaky_slopes_numba(*order, grad, y, x, 0.3))
+    found = gatv2.sum_leaky_slopes_triton(*order_moved, grad_moved, yd, xd, 0.3)
+    assert_triton_close(found, gatv2.sum_leaky_slopes_numba(*order, grad, y, x, 0.3))
 
 
 def test_sum_products_is_summed_in_float64():
     one, other = torch.randn(2, 3000, 2, 5)
     expected = (one.double() * other).sum(0).float()
-    torch.testing.assert_close(sum_products(one, other), expected, rtol=2e-7, atol=1e-7)
+    torch.testing.assert_close(gatv2.sum_products(one, other), expected, rtol=2e-7, atol=1e-7)

@@ -6,17 +6,9 @@ import pytest
 import torch
 from bits import same_bits
 
-from gcnzc.kernels.codec import signs_cpu, signs_gpu
+from gcnzc.kernels.codec import signs_cpu, signs_gpu, signs_reference
 from gcnzc.kernels.codec.block_layout import BlockLayout
 from gcnzc.kernels.codec.signs import decode_signs, encode_signs, mean_of_signs, update_error_signs
-from gcnzc.kernels.codec.signs_reference import (
-    SCALES,
-    decode_signs_reference,
-    encode_signs_reference,
-    mean_of_signs_reference,
-    scales_view,
-    update_error_signs_reference,
-)
 
 LENGTHS = [0, 1, 7, 31, 32, 33, 100, 4095, 4096, 4097, 10000, 20005]
 BLOCKS = [32, 96, 128, 4096, None]
@@ -71,7 +63,10 @@ def agree(layout, rows, expected):
     """Bits exactly, scales nearly: the order of a sum is each way's own."""
     assert torch.equal(rows[:, : layout.code_bytes], expected[:, : layout.code_bytes])
     if layout.row_bytes:
-        found, wanted = scales_view(rows, layout), scales_view(expected, layout)
+        found, wanted = (
+            signs_reference.scales_view(rows, layout),
+            signs_reference.scales_view(expected, layout),
+        )
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0, equal_nan=True)
 
 
@@ -79,7 +74,7 @@ def check_all(layout, values, error, active, scale, operations, place="cpu"):
     """Each operation against its reference, from what the references made."""
     encode, update_error, decode = operations
     expected, _ = guarded_rows(layout)
-    encode_signs_reference(values, error, active, layout, expected, scale)
+    signs_reference.encode_signs_reference(values, error, active, layout, expected, scale)
     rows, memory = guarded_rows(layout)
     rows = rows.to(place)
     vectors = [v if v is None else v.to(place) for v in (values, error, active)]
@@ -93,14 +88,14 @@ def check_all(layout, values, error, active, scale, operations, place="cpu"):
     wanted = values * 0 if error is None else error.clone()
     left, memory = guarded(wanted)
     left = left.to(place)
-    update_error_signs_reference(values, wanted, active, layout, expected)
+    signs_reference.update_error_signs_reference(values, wanted, active, layout, expected)
     update_error(vectors[0], left, vectors[2], layout, rows)
     assert same_bits(left.cpu(), wanted)
     assert set(memory[:4].tolist() + memory[-4:].tolist()) == {7}
     wanted = torch.empty_like(values)
     out, memory = guarded(torch.full_like(values, float("nan")))
     out = out.to(place)
-    decode_signs_reference(expected, layout, active, wanted)
+    signs_reference.decode_signs_reference(expected, layout, active, wanted)
     decode(rows, layout, vectors[2], out)
     assert same_bits(out.cpu(), wanted)
     assert set(memory[:4].tolist() + memory[-4:].tolist()) == {7}
@@ -108,7 +103,9 @@ def check_all(layout, values, error, active, scale, operations, place="cpu"):
 
 @pytest.mark.parametrize("n", LENGTHS)
 def test_numba_equals_the_reference(n):
-    kinds = itertools.cycle(itertools.product(SCALES, [False, True], ["all", "some", "none"]))
+    kinds = itertools.cycle(
+        itertools.product(signs_reference.SCALES, [False, True], ["all", "some", "none"])
+    )
     operations = encode_signs, update_error_signs, decode_signs
     for layout in layouts([n]):
         for scale, with_error, actives in itertools.islice(kinds, 3 if n < 10000 else 1):
@@ -131,7 +128,7 @@ def test_triton_equals_the_reference(layout, device):
         check_all(layout, *vectors, scale, operations, device)
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", signs_reference.SCALES)
 @pytest.mark.parametrize("with_error", [False, True])
 def test_sent_and_remaining_error_add_up(scale, with_error):
     """What was sent and what stays are what there was, and the next error has only the rest."""
@@ -157,7 +154,7 @@ def mean_of_workers(layout, workers):
     rows, _ = guarded_rows(layout, num_rows=workers)
     for row in rows.split(1):
         vectors = inputs(layout.num_elements, False, "some")
-        encode_signs_reference(*vectors, layout, row)
+        signs_reference.encode_signs_reference(*vectors, layout, row)
     return rows
 
 
@@ -169,7 +166,7 @@ def test_means_are_equal_bit_for_bit(workers, device):
             layout = whole.part_layout(part)
             rows = mean_of_workers(layout, workers)
             expected = torch.full((layout.num_elements,), float("nan"))
-            mean_of_signs_reference(rows, layout, expected)
+            signs_reference.mean_of_signs_reference(rows, layout, expected)
             out, memory = guarded(torch.full_like(expected, float("nan")))
             mean_of_signs(rows, layout, out)
             assert same_bits(out, expected)
@@ -183,7 +180,7 @@ def test_means_are_equal_bit_for_bit(workers, device):
 
 
 @pytest.mark.parametrize("block", [32, 4096, 5024, None])
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", signs_reference.SCALES)
 def test_the_result_does_not_depend_on_the_number_of_threads(block, scale, monkeypatch):
     # so that a small vector is worth several threads
     monkeypatch.setattr(signs_cpu, "GRAIN_ELEMENTS", 1)
@@ -206,7 +203,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(block, scale, monke
 def every_encoding(values, error, active, layout, device, scale):
     """Rows of the reference, of numba and of Triton."""
     rows = torch.zeros(3, layout.num_parts, layout.row_bytes, dtype=torch.uint8)
-    encode_signs_reference(values, error, active, layout, rows[0], scale)
+    signs_reference.encode_signs_reference(values, error, active, layout, rows[0], scale)
     encode_signs(values, error, active, layout, rows[1], scale)
     there = [v if v is None else v.to(device) for v in (values, error, active)]
     on_gpu = rows[2].to(device)
@@ -216,7 +213,7 @@ def every_encoding(values, error, active, layout, device, scale):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", signs_reference.SCALES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("block", [32, None])
 def test_non_finite_values_make_the_scale_of_their_block_non_finite(scale, bad, block, device):
@@ -228,7 +225,7 @@ def test_non_finite_values_make_the_scale_of_their_block_non_finite(scale, bad, 
         row, at = divmod(place, layout.part_elements)
         number = at // layout.block_elements
         for rows in every_encoding(values, error, active, layout, device, scale):
-            finite = scales_view(rows, layout).isfinite()
+            finite = signs_reference.scales_view(rows, layout).isfinite()
             assert not finite[row, number]
             finite[row, number] = True
             assert finite.all()
@@ -236,7 +233,7 @@ def test_non_finite_values_make_the_scale_of_their_block_non_finite(scale, bad, 
             assert bit == (bad > 0)
         active[place] = False
         for rows in every_encoding(values, error, active, layout, device, scale):
-            assert scales_view(rows, layout).isfinite().all()
+            assert signs_reference.scales_view(rows, layout).isfinite().all()
 
 
 @pytest.mark.triton
@@ -245,7 +242,7 @@ def test_zeros_are_positive_and_blocks_of_them_have_no_scale(device):
     layout = BlockLayout(64, 1, 1, 32)
     for rows in every_encoding(values, None, None, layout, device, "rms"):
         assert (rows[:, : layout.code_bytes] == 255).all()
-        assert (scales_view(rows, layout) == 0).all()
+        assert (signs_reference.scales_view(rows, layout) == 0).all()
     error, out = torch.zeros(64), torch.full((64,), 7.0)
     update_error_signs(values, error, None, layout, rows[None, 0])
     decode_signs(rows[None, 0], layout, None, out)

@@ -6,22 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from gcnzc.kernels.codec.index_codes import (
-    code_bytes,
-    pack_indices,
-    pack_indices_reference,
-    unpack_indices,
-    unpack_indices_reference,
-)
+from gcnzc.kernels.codec import index_codes, selection
 from gcnzc.kernels.codec.random_indices import draw_index, draw_indices, draw_indices_reference
-from gcnzc.kernels.codec.selection import (
-    Segments,
-    count_above,
-    select_above,
-    select_above_reference,
-    select_largest,
-    select_largest_reference,
-)
 
 
 def numbers(count, seed=0, dtype=torch.float32):
@@ -31,12 +17,12 @@ def numbers(count, seed=0, dtype=torch.float32):
 
 
 SEGMENTS = {
-    "one": Segments.of_density([1000], 0.1),
-    "chunks": Segments.of_chunks(1000, 64, 0.05),
-    "layers": Segments.of_density([1, 0, 500, 3, 496], 0.03),
-    "most": Segments.of_density([400, 600], 0.9),
-    "all": Segments.of_chunks(1000, 300, 1.0),
-    "some none": Segments(np.array([0, 500, 1000]), np.array([0, 7])),
+    "one": selection.Segments.of_density([1000], 0.1),
+    "chunks": selection.Segments.of_chunks(1000, 64, 0.05),
+    "layers": selection.Segments.of_density([1, 0, 500, 3, 496], 0.03),
+    "most": selection.Segments.of_density([400, 600], 0.9),
+    "all": selection.Segments.of_chunks(1000, 300, 1.0),
+    "some none": selection.Segments(np.array([0, 500, 1000]), np.array([0, 7])),
 }
 
 
@@ -55,11 +41,11 @@ def by_hand(values, segments):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_largest_magnitudes_of_each_segment_are_selected(name, dtype):
     segments, values = SEGMENTS[name], numbers(1000, dtype=dtype)
-    indices, limits = select_largest(values, segments)
+    indices, limits = selection.select_largest(values, segments)
     assert (indices.tolist(), limits.tolist()) == by_hand(values, segments)
     for again in (
-        *(select_largest(values, segments, threads=threads) for threads in (1, 3)),
-        select_largest_reference(values, segments),
+        *(selection.select_largest(values, segments, threads=threads) for threads in (1, 3)),
+        selection.select_largest_reference(values, segments),
     ):
         assert torch.equal(again[0], indices)
         assert torch.equal(again[1], limits)
@@ -76,14 +62,14 @@ def test_of_equal_magnitudes_the_first_are_selected(name):
         1 + 2**-23 * torch.arange(1000.0).remainder(3),
         1e-44 * torch.arange(1000.0).remainder(7),
     ):
-        indices, limits = select_largest(values, segments)
+        indices, limits = selection.select_largest(values, segments)
         assert (indices.tolist(), limits.tolist()) == by_hand(values, segments)
 
 
 def test_elements_that_are_not_finite_are_selected_first():
     values = numbers(1000)
     values[[3, 500, 999]] = torch.tensor([torch.nan, -torch.inf, torch.inf])
-    indices, _ = select_largest(values, Segments.of_density([1000], 0.003))
+    indices, _ = selection.select_largest(values, selection.Segments.of_density([1000], 0.003))
     assert indices.tolist() == [3, 500, 999]
 
 
@@ -94,17 +80,19 @@ def test_elements_above_a_limit_are_counted_and_selected(name, dtype):
     values[::3] = 0
     limits = torch.rand(len(segments), generator=torch.Generator().manual_seed(2))
     limits[0] = 0
-    expected = select_above_reference(values, segments, limits)
+    expected = selection.select_above_reference(values, segments, limits)
     for threads in (1, 2):
-        counts = count_above(values, segments, limits, threads)
-        assert torch.equal(select_above(values, segments, limits, counts, threads), expected)
+        counts = selection.count_above(values, segments, limits, threads)
+        assert torch.equal(
+            selection.select_above(values, segments, limits, counts, threads), expected
+        )
     assert counts.tolist() == np.histogram(expected, segments.bounds)[0].tolist()
 
 
 def test_at_least_one_element_of_each_segment_is_selected():
-    assert Segments.of_density([1, 10, 300, 0], 0.01).counts.tolist() == [1, 1, 3]
-    assert Segments.of_chunks(0, 64, 0.5).total == 0
-    assert Segments.of_chunks(8192 + 5, 4096, 1 / 128).counts.tolist() == [32, 32, 1]
+    assert selection.Segments.of_density([1, 10, 300, 0], 0.01).counts.tolist() == [1, 1, 3]
+    assert selection.Segments.of_chunks(0, 64, 0.5).total == 0
+    assert selection.Segments.of_chunks(8192 + 5, 4096, 1 / 128).counts.tolist() == [32, 32, 1]
 
 
 @pytest.mark.parametrize(
@@ -122,12 +110,12 @@ def test_codes_of_indices_are_decoded_exactly(num_elements, count):
         else:
             chosen = np.arange(count) + (num_elements - count) * (kind == "last")
         indices = torch.from_numpy(chosen.astype(np.int64))
-        code = torch.full((code_bytes(num_elements, count),), 255, dtype=torch.uint8)
-        pack_indices(indices, num_elements, code)
-        assert torch.equal(unpack_indices(code, num_elements, count), indices)
-        assert torch.equal(unpack_indices_reference(code, num_elements, count), indices)
+        code = torch.full((index_codes.code_bytes(num_elements, count),), 255, dtype=torch.uint8)
+        index_codes.pack_indices(indices, num_elements, code)
+        assert torch.equal(index_codes.unpack_indices(code, num_elements, count), indices)
+        assert torch.equal(index_codes.unpack_indices_reference(code, num_elements, count), indices)
         again = torch.empty_like(code)
-        pack_indices_reference(indices, num_elements, again)
+        index_codes.pack_indices_reference(indices, num_elements, again)
         assert torch.equal(again, code)
 
 

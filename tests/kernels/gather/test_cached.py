@@ -4,21 +4,13 @@ import pytest
 import torch
 from bits import same_bits
 
-from gcnzc.kernels.gather import gather_reference
+from gcnzc.kernels.gather import cached_rows, gather_reference
 from gcnzc.kernels.gather.cached import (
     count_in_bitmap,
     gather_cached,
     gather_cached_reference,
     make_bitmap,
     padded_row_bytes,
-)
-from gcnzc.kernels.gather.cached_rows import (
-    CachedRows,
-    Peers,
-    aligned_view,
-    assign_slots,
-    copy_rows,
-    make_cached_rows,
 )
 
 DTYPES = "bool uint8 int8 int16 float16 bfloat16 int32 float32 int64 float64 complex64"
@@ -45,11 +37,13 @@ def split_rows(table, parts, device, own=0):
     room, memories = padded_row_bytes(table), []
     for ids in parts:
         whole = torch.full((len(ids) * room + 128,), 85, dtype=torch.int8, device=device)
-        memories.append(aligned_view(whole, len(ids), room))
-        copy_rows(table, ids, memories[-1])
+        memories.append(cached_rows.aligned_view(whole, len(ids), room))
+        cached_rows.copy_rows(table, ids, memories[-1])
     places = [memory.data_ptr() for memory in memories]
-    peers = Peers(torch.tensor(places, device=device), own, tuple(memories))
-    return CachedRows(assign_slots(parts, len(table)).to(device), memories[own], peers)
+    peers = cached_rows.Peers(torch.tensor(places, device=device), own, tuple(memories))
+    return cached_rows.CachedRows(
+        cached_rows.assign_slots(parts, len(table)).to(device), memories[own], peers
+    )
 
 
 @pytest.mark.triton(slow=True)
@@ -60,7 +54,7 @@ def test_equals_the_plain_gather(share, dtype, device):
         for pad in (0, 3):
             table = readable(table_of(getattr(torch, dtype), columns, pad), device)
             cached = torch.randperm(ROWS)[: round(share * ROWS)]
-            copies = make_cached_rows(table, cached, device)
+            copies = cached_rows.make_cached_rows(table, cached, device)
             for count in (0, 1, 57):
                 ids = torch.randint(ROWS, (count,))
                 found = gather_cached(table, ids.to(device), copies)
@@ -72,7 +66,7 @@ def test_equals_the_plain_gather(share, dtype, device):
 def test_hits_are_read_from_the_copies_and_misses_from_the_table(share, device):
     table = table_of(torch.float32, 25)
     cached = torch.randperm(ROWS)[: round(share * ROWS)]
-    copies, kept = make_cached_rows(table, cached, device), table[cached].clone()
+    copies, kept = cached_rows.make_cached_rows(table, cached, device), table[cached].clone()
     table[cached] = 0
     table = readable(table, device)
     ids = torch.randint(ROWS, (80,))
@@ -117,18 +111,18 @@ def test_memories_may_be_empty(own, gpus, device):
 
 def test_slots_are_assigned_round_robin():
     parts = [torch.tensor([5, 3, 0]), torch.tensor([1]), torch.tensor([4, 6])]
-    slots = assign_slots(parts, 8)
+    slots = cached_rows.assign_slots(parts, 8)
     assert slots.tolist() == [6, 1, -1, 3, 2, 0, 5, -1]
     for number, ids in enumerate(parts):
         assert (slots[ids] % 3 == number).all()
         assert (slots[ids] // 3).tolist() == list(range(len(ids)))
-    assert assign_slots([], 3).tolist() == [-1, -1, -1]
+    assert cached_rows.assign_slots([], 3).tolist() == [-1, -1, -1]
 
 
 @pytest.mark.triton
 def test_writes_to_strided_rows(device):
     table = readable(table_of(torch.float16, 50), device)
-    copies = make_cached_rows(table, torch.arange(0, ROWS, 2), device)
+    copies = cached_rows.make_cached_rows(table, torch.arange(0, ROWS, 2), device)
     ids = torch.randperm(ROWS)
     wide = torch.zeros(ROWS, 64, dtype=torch.float16, device=device)
     assert gather_cached(table, ids.to(device), copies, wide[:, :50]) is not None
@@ -139,7 +133,7 @@ def test_writes_to_strided_rows(device):
 @pytest.mark.triton
 def test_an_id_out_of_range_is_rejected(device):
     table = readable(table_of(torch.float32, 5), device)
-    copies = make_cached_rows(table, torch.arange(3), device)
+    copies = cached_rows.make_cached_rows(table, torch.arange(3), device)
     with pytest.raises(IndexError, match=f"id {ROWS} at 1"):
         gather_cached(table, torch.tensor([2, ROWS], device=device), copies)
 

@@ -60,18 +60,13 @@ def check_layouts(row_bytes, unit, dtype, device, layouts=LAYOUTS):
 
 
 @pytest.mark.triton(slow=True)
-@pytest.mark.parametrize("row_bytes", WIDTHS_BYTES)
+@pytest.mark.parametrize("row_bytes", [*WIDTHS_BYTES, *WIDE_BYTES])
 def test_every_offset_of_a_row_in_a_line_is_read_correctly(row_bytes, device):
+    # of several passes a few rows, which begin at different bytes of a line
+    few = (torch.int8, 31), (torch.float16, 28), (torch.float32, 16)
     # the slow test below has all dtypes
-    for dtype, unit in itertools.product((torch.int8, torch.float32), UNITS):
-        check_layouts(row_bytes, unit, dtype, device)
-
-
-@pytest.mark.triton(slow=True)
-@pytest.mark.parametrize("row_bytes", WIDE_BYTES)
-def test_rows_of_several_passes_are_read(row_bytes, device):
-    # a few rows, which begin at different bytes of a line
-    for dtype, unit in ((torch.int8, 31), (torch.float16, 28), (torch.float32, 16)):
+    every = itertools.product((torch.int8, torch.float32), UNITS)
+    for dtype, unit in few if row_bytes in WIDE_BYTES else every:
         check_layouts(row_bytes, unit, dtype, device)
 
 

@@ -7,19 +7,10 @@ import torch
 from bits import same_bits
 
 from gcnzc.kernels.gather import DEQUANTIZED_DTYPES, cpu, gather, gather_reference, gather_triton
+from gcnzc.kernels.gather import quantize as module
 from gcnzc.kernels.gather.cached_rows import make_cached_rows
 from gcnzc.kernels.gather.gpu import gather_rows
 from gcnzc.kernels.gather.lanes import LAYOUTS
-from gcnzc.kernels.gather.quantize import (
-    MAX_CODE,
-    broadcast_scales,
-    compute_scales,
-    dequantize_reference,
-    largest,
-    largest_reference,
-    quantize,
-    quantize_reference,
-)
 
 # the interpreter tells of NaNs, also among the bytes beside a row, which are dropped
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -27,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 WIDTHS = [1, 3, 16, 33, 100, 602]
 BLOCKS = [None, 1, 7, 16, 1000]  # None: a scale for each row
 MOST = torch.finfo(torch.float32).max
-codes_of_one_byte = pytest.mark.parametrize("dtype", list(MAX_CODE), ids=str)
+codes_of_one_byte = pytest.mark.parametrize("dtype", list(module.MAX_CODE), ids=str)
 
 
 def adversarial(num_columns):
@@ -47,8 +38,8 @@ def adversarial(num_columns):
 
 
 def quantized(rows, dtype, scale_columns=None):
-    scales = compute_scales(largest(rows, scale_columns), dtype)
-    return quantize(rows, scales, dtype, scale_columns), scales
+    scales = module.compute_scales(module.largest(rows, scale_columns), dtype)
+    return module.quantize(rows, scales, dtype, scale_columns), scales
 
 
 @codes_of_one_byte
@@ -56,16 +47,16 @@ def quantized(rows, dtype, scale_columns=None):
 @pytest.mark.parametrize("block", BLOCKS)
 def test_codes_equal_the_reference(dtype, width, block):
     rows = adversarial(width)
-    found = largest(rows, block)
-    assert same_bits(found, largest_reference(rows, block))
-    scales = compute_scales(found, dtype)
+    found = module.largest(rows, block)
+    assert same_bits(found, module.largest_reference(rows, block))
+    scales = module.compute_scales(found, dtype)
     given = rows, scales, dtype, block
-    assert same_bits(quantize(*given), quantize_reference(*given))
+    assert same_bits(module.quantize(*given), module.quantize_reference(*given))
     # whoever shares the work
-    assert same_bits(largest(rows, block, threads=3), found)
+    assert same_bits(module.largest(rows, block, threads=3), found)
     wide = torch.randn(2000, 131)[:, :130]
-    scales = compute_scales(largest(wide), dtype)
-    one, many = (quantize(wide, scales, dtype, threads=n) for n in (1, 3))
+    scales = module.compute_scales(module.largest(wide), dtype)
+    one, many = (module.quantize(wide, scales, dtype, threads=n) for n in (1, 3))
     assert same_bits(one, many)
 
 
@@ -83,11 +74,11 @@ def bound(rows, scales, dtype):
 def test_the_error_is_within_the_stated_bound(dtype, width, block):
     for rows in (adversarial(width), torch.randn(300, width), torch.rand(300, width) ** 8 * 1e-3):
         codes, scales = quantized(rows, dtype, block)
-        found = dequantize_reference(codes, scales, block)
+        found = module.dequantize_reference(codes, scales, block)
         assert found.isfinite().all()
         exact = rows.double()
         error = (found.double() - exact).abs()
-        allowed = bound(exact, broadcast_scales(scales.double(), width, block), dtype)
+        allowed = bound(exact, module.broadcast_scales(scales.double(), width, block), dtype)
         assert (error <= allowed).all(), float((error / allowed).max())
         # a sign never turns
         assert (found.sign() * exact.sign() >= 0).all()
@@ -112,7 +103,7 @@ def test_gathers_dequantized_rows(dtype, width, implementation, place):
         scaled = {"scales": scales, "scale_columns": block}
         found = implementation(codes, ids, **scaled)
         assert same_bits(found, gather_reference(codes, ids, scales, block))
-        assert same_bits(found, dequantize_reference(codes, scales, block)[ids.long()])
+        assert same_bits(found, module.dequantize_reference(codes, scales, block)[ids.long()])
         none = implementation(codes, ids[:0], **scaled)
         assert (none.shape, none.dtype) == ((0, width), torch.float32)
 

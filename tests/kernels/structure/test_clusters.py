@@ -2,14 +2,7 @@ import numpy as np
 import pytest
 from slow_cases import seeds
 
-from gcnzc.kernels.structure.clusters import (
-    assign_labels,
-    assign_labels_reference,
-    contract,
-    contract_reference,
-    propagate_labels,
-    propagate_labels_reference,
-)
+from gcnzc.kernels.structure import clusters
 
 # (N, edges in one direction, L)
 CASES = [(1, 0, 1), (12, 20, 3), (60, 300, 4), (60, 40, 60), (200, 1500, 7)]
@@ -47,8 +40,8 @@ def test_propagation_equals_its_reference(case, is_weighted, ids, seed):
     given, labels = random_case(case, seed, is_weighted, ids)
     expected = labels.copy()
     for _ in range(3):
-        moves = propagate_labels(*given, labels)
-        assert moves == propagate_labels_reference(*given, expected)
+        moves = clusters.propagate_labels(*given, labels)
+        assert moves == clusters.propagate_labels_reference(*given, expected)
         assert labels.tolist() == expected.tolist()
 
 
@@ -57,8 +50,8 @@ def test_propagation_equals_its_reference(case, is_weighted, ids, seed):
 @pytest.mark.parametrize("seed", seeds(5, 2))
 def test_assignment_equals_its_reference(case, is_weighted, seed):
     given, _ = random_case(case, seed, is_weighted)
-    labels = assign_labels(*given)
-    assert labels.tolist() == assign_labels_reference(*given).tolist()
+    labels = clusters.assign_labels(*given)
+    assert labels.tolist() == clusters.assign_labels_reference(*given).tolist()
     assert labels.min() >= 0
 
 
@@ -68,10 +61,10 @@ def test_assignment_equals_its_reference(case, is_weighted, seed):
 def test_contraction_equals_its_reference(case, is_weighted, seed):
     given, labels = random_case(case, seed, is_weighted)
     num_labels = case[2]
-    indptr, indices, weights = contract(*given[:3], labels, num_labels)
+    indptr, indices, weights = clusters.contract(*given[:3], labels, num_labels)
     # the order of the edges of a node is that in which they are found
     order = np.lexsort([indices, np.repeat(np.arange(num_labels), np.diff(indptr))])
-    expected = contract_reference(*given[:3], labels, num_labels)
+    expected = clusters.contract_reference(*given[:3], labels, num_labels)
     for found, right in zip((indptr, indices[order], weights[order]), expected, strict=True):
         assert found.tolist() == right.tolist()
 
@@ -82,6 +75,6 @@ def test_no_label_exceeds_a_limit_that_it_has_met():
     labels = np.arange(len(size)) % num_labels
     sizes, loads = (np.bincount(labels, each, num_labels) for each in (size, load))
     limits = np.ceil(sizes * 1.1).astype(np.int64), np.ceil(loads * 1.1).astype(np.int64)
-    assert propagate_labels(*given[:6], *limits, labels) > 0
+    assert clusters.propagate_labels(*given[:6], *limits, labels) > 0
     assert (np.bincount(labels, size, num_labels) <= limits[0]).all()
     assert (np.bincount(labels, load, num_labels) <= limits[1]).all()
