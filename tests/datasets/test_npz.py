@@ -20,18 +20,19 @@ def test_a_graph_is_read(tmp_path):
     assert (rows_of(found.features) == graph.features).all()
 
 
+def csr_parts(dense):
+    """The arrays of sparse features."""
+    csr = scipy.sparse.csr_array(dense)
+    parts = {"feat_data": csr.data, "feat_indices": csr.indices, "feat_indptr": csr.indptr}
+    return parts | {"feat_shape": np.array(csr.shape)}
+
+
 @pytest.mark.parametrize("chunk_bytes", [64, 1 << 24])
 def test_sparse_features_are_converted_to_dense_ones(tmp_path, monkeypatch, chunk_bytes):
     monkeypatch.setattr(rows, "CHUNK_BYTES", chunk_bytes)
     graph = tiny(num_columns=9)
     dense = np.where(graph.features > 1, graph.features, 0)
-    lines, columns = np.nonzero(dense)
-    parts = {
-        "feat_data": dense[lines, columns],
-        "feat_indices": columns.astype(np.int32),
-        "feat_indptr": np.searchsorted(lines, np.arange(41)),
-        "feat_shape": np.array(dense.shape),
-    }
+    parts = csr_parts(dense)
     found = NpzGraph(graph.but(features=None).write_npz(tmp_path / "a.npz", **parts)).features
     assert (rows_of(found) == dense).all()
     parts["feat_indices"][5] = 9
@@ -82,12 +83,7 @@ def test_bidirected_is_the_name_of_the_option_and_ogbs_name_is_read_too(tmp_path
     ],
 )
 def test_arrays_of_inconsistent_shapes_are_rejected(tmp_path, parts, words):
-    whole = {
-        "feat_data": np.empty(0, np.float32),
-        "feat_indices": np.empty(0, np.int64),
-        "feat_indptr": np.zeros(41, np.int64),
-        "feat_shape": np.array([40, 9]),
-    }
+    whole = csr_parts(np.zeros((40, 9), np.float32))
     path = tiny().but(features=None).write_npz(tmp_path / "a.npz", **(whole | parts))
     with pytest.raises(ValueError, match=words + r"(.|\n)*\n\nhint: "):
         NpzGraph(path)
@@ -119,9 +115,7 @@ def test_a_graph_to_predict_on_has_neither_labels_nor_splits(tmp_path, is_sparse
     arrays = dict(np.load(graph.write_npz(tmp_path / "whole.npz")))
     kept = {key: arrays[key] for key in ("edge_index", "node_feat")}
     if is_sparse:
-        dense = scipy.sparse.csr_array(kept.pop("node_feat"))
-        kept |= {"feat_data": dense.data, "feat_indices": dense.indices}
-        kept |= {"feat_indptr": dense.indptr, "feat_shape": np.array(dense.shape)}
+        kept |= csr_parts(kept.pop("node_feat"))
     np.savez(tmp_path / "bare.npz", **kept)
     bare = NpzGraph(tmp_path / "bare.npz")
     assert (bare.num_nodes, bare.split_name) == (40, "none")

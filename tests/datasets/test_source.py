@@ -2,14 +2,6 @@ import numpy as np
 import pytest
 
 from gcnzc.datasets import source
-from gcnzc.datasets.source import (
-    check_ends,
-    clean_labels,
-    clean_split,
-    count_classes,
-    guess_edge_defaults,
-    has_label,
-)
 
 NAN = np.nan
 
@@ -26,17 +18,17 @@ NAN = np.nan
     ],
 )
 def test_labels_must_be_classes(raw, clean):
-    found = clean_labels(raw, 3, 3, "here")
+    found = source.clean_labels(raw, 3, 3, "here")
     assert found.dtype == np.int64
     assert found.tolist() == clean
 
 
 def test_missing_labels_of_several_tasks_are_kept():
     raw = np.array([[0, NAN], [NAN, NAN], [1, 1]])
-    found = clean_labels(raw, 3, 2, "here")
+    found = source.clean_labels(raw, 3, 2, "here")
     assert found.dtype == np.float32
     assert np.array_equal(found, raw, equal_nan=True)
-    assert has_label(found).tolist() == [True, False, True]
+    assert source.has_label(found).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -52,14 +44,14 @@ def test_missing_labels_of_several_tasks_are_kept():
 )
 def test_labels_that_are_no_classes_are_rejected(raw, num_classes, words):
     with pytest.raises(ValueError, match=f"here.*{words}(.|\n)*\n\nhint: "):
-        clean_labels(np.array(raw), 3, num_classes, "here")
+        source.clean_labels(np.array(raw), 3, num_classes, "here")
 
 
 def test_classes_are_counted():
     for labels in ([-1, -1], [[0, 1], [1, 1]], [[NAN, NAN]]):
-        assert count_classes(np.array(labels)) == 2
-    assert count_classes(np.array([0, 4, -1])) == 5
-    assert count_classes(np.array([[0, NAN], [3, NAN]])) == 4
+        assert source.count_classes(np.array(labels)) == 2
+    assert source.count_classes(np.array([0, 4, -1])) == 5
+    assert source.count_classes(np.array([[0, NAN], [3, NAN]])) == 4
 
 
 LABELS = np.array([0, 1, -1, 1, 0, 1])
@@ -70,7 +62,7 @@ def parts(train=(0,), valid=(1,), test=(3,)):
 
 
 def test_nodes_without_a_label_are_removed_from_the_split():
-    clean, lost = clean_split(parts((4, 0, 2), [[1]], (3,)), LABELS, "here")
+    clean, lost = source.clean_split(parts((4, 0, 2), [[1]], (3,)), LABELS, "here")
     assert clean["train"].tolist() == [4, 0]
     assert clean["valid"].tolist() == [1]
     assert clean["train"].dtype == np.int64
@@ -91,14 +83,14 @@ def test_nodes_without_a_label_are_removed_from_the_split():
 )
 def test_invalid_splits_are_rejected(split, words):
     with pytest.raises(ValueError, match=f"here: {words}"):
-        clean_split(split, LABELS, "here")
+        source.clean_split(split, LABELS, "here")
 
 
 def test_edges_to_unknown_nodes_are_rejected():
-    check_ends(np.array([0, 9]), 10, "here")
-    check_ends(np.array([], int), 0, "here")
+    source.check_ends(np.array([0, 9]), 10, "here")
+    source.check_ends(np.array([], int), 0, "here")
     with pytest.raises(ValueError, match=r"here: edge 101 has the node 10, but nodes are 0 to 9"):
-        check_ends(np.array([0, 10, -1]), 10, "here", first=100)
+        source.check_ends(np.array([0, 10, -1]), 10, "here", first=100)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 100])
@@ -106,5 +98,5 @@ def test_edges_that_all_point_one_way_are_stored_once(monkeypatch, chunk):
     monkeypatch.setattr(source, "CHUNK_BYTES", chunk)
     one_way = ([0, 1, 2], [1, 2, 2]), ([5, 5, 2], [1, 2, 0])
     for ends in (*one_way, ([0, 1, 2], [1, 2, 0]), ([], [])):
-        found = guess_edge_defaults(tuple(map(np.array, ends)))
+        found = source.guess_edge_defaults(tuple(map(np.array, ends)))
         assert (found.bidirected, found.duplicates) == (ends in one_way, "keep")

@@ -163,8 +163,6 @@ def test_gathers_return_the_rows(make, num_bytes):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        (torch.zeros(5), r"shape \(5,\), but a table of features is a tensor of two dimensions"),
-        (torch.zeros(5, 2).numpy(), "rows is an ndarray"),
         (None, r"rows is None(?=.*hint: use data\.table)"),
         (torch.zeros(5, 2, requires_grad=True), "requires a gradient"),
         # the bytes in memory are those of other values

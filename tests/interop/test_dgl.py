@@ -16,8 +16,7 @@ from gcnzc.sampling.neighbor import Sampler
 
 
 @pytest.fixture(scope="module")
-def cora(request):
-    shared_data = request.getfixturevalue("shared_data")
+def cora(shared_data):
     with np.load(shared_data / "cora" / "cora.npz") as archive:
         src, dst = torch.from_numpy(archive["edge_index"].astype(np.int64))
         num_nodes = len(archive["node_label"])
@@ -118,8 +117,3 @@ def test_full_neighbourhoods_equal_those_of_gcnzcs_sampler(cora):
         assert (mine.num_dst, mine.num_edges) == (other.num_dst, other.num_edges)
     with pytest.raises(ValueError, match=r"occurs twice in a batch\n\nhint: seeds\.unique\(\)"):
         sampler.sample(seeds.repeat(2), 0)
-
-
-def test_the_install_hint_depends_on_the_python_version():
-    wanted = "3.12" if sys.version_info >= (3, 13) else "pip install"
-    assert wanted in door.INSTALL

@@ -79,11 +79,8 @@ def dgl_epoch(loader):
     return [(n.tolist(), s.tolist(), b[0].srcdata["x"].tolist()) for n, s, b in loader]
 
 
-LOADERS = {
-    "node": (make, node_epoch),
-    "link": (make_link_loader, link_epoch),
-    "dgl": (make_dgl_loader, dgl_epoch),
-}
+LOADERS = {"node": (make, node_epoch), "link": (make_link_loader, link_epoch)}
+LOADERS["dgl"] = make_dgl_loader, dgl_epoch
 
 
 @pytest.mark.parametrize("kind", LOADERS)

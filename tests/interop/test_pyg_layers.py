@@ -85,6 +85,7 @@ def mlp(inputs, outputs=OUT):
 
 # which are of graphs with one type of nodes
 NO_LOOPS = {"add_self_loops": False}
+PNA = ["mean", "max", "std"], ["identity", "amplification"], torch.ones(5), WIDTH
 # how to create a convolution of a number of channels, or of a pair of sources and destinations, and
 # how to call it
 CONVS = [
@@ -125,13 +126,7 @@ CONVS = [
     (lambda c: nn.MixHopConv(c, OUT), weights),
     (lambda c: nn.NNConv(c, OUT, mlp(WIDTH, WIDTH * OUT), "mean"), attributes),
     (lambda c: nn.PDNConv(c, OUT, WIDTH, 5), attributes),
-    (
-        lambda c: nn.PNAConv(
-            *(c, OUT, ["mean", "max", "std"], ["identity", "amplification"]),
-            *(torch.ones(5), WIDTH),
-        ),
-        attributes,
-    ),
+    (lambda c: nn.PNAConv(c, OUT, *PNA), attributes),
     (lambda c: nn.PPFConv(mlp(WIDTH + 4), **NO_LOOPS), normals),
     (lambda c: nn.PointGNNConv(mlp(WIDTH, 3), mlp(WIDTH + 3, 5), mlp(5, WIDTH)), points),
     (lambda c: nn.PointNetConv(mlp(WIDTH + 3)), points),

@@ -7,24 +7,10 @@ import pyg_or_skip  # noqa: F401
 import pytest
 import torch
 from pyg_recorded import assert_equal, assert_same
-from torch_geometric.data import (
-    Data,
-    EdgeAttr,
-    FeatureStore,
-    GraphStore,
-    HeteroData,
-    TensorAttr,
-)
+from torch_geometric import data as pyg_data
 
 from gcnzc.graph.hetero import HeteroGraph
-from gcnzc.interop.pyg import (
-    HeteroFeatureStore,
-    HeteroGraphStore,
-    HeteroNeighborLoader,
-    LinkNeighborLoader,
-    NeighborLoader,
-    as_stores,
-)
+from gcnzc.interop import pyg as ours
 
 USERS, ITEMS, LATEST = 40, 30, 20
 BUYS, BOUGHT, LIKES = ("user", "buys", "item"), ("item", "of", "user"), ("item", "like", "item")
@@ -33,7 +19,7 @@ SIZES = {"user": USERS, "item": ITEMS}
 SIZED = ("num_nodes",)
 
 
-class Features(FeatureStore):
+class Features(pyg_data.FeatureStore):
     """Tensors in a dict, which counts its calls and checks that they do not overlap."""
 
     def __init__(self, tensors):
@@ -58,13 +44,13 @@ class Features(FeatureStore):
         return tuple(self._get_tensor(attr).shape)
 
     def get_all_tensor_attrs(self):
-        return [TensorAttr(*key) for key in self.tensors]
+        return [pyg_data.TensorAttr(*key) for key in self.tensors]
 
     # which no loader calls
     _put_tensor = _remove_tensor = None
 
 
-class Edges(GraphStore):
+class Edges(pyg_data.GraphStore):
     """Edges in a dict by edge type and layout."""
 
     def __init__(self, edges, sizes):
@@ -75,7 +61,7 @@ class Edges(GraphStore):
         return self.edges.get((attr.edge_type, attr.layout.value))
 
     def get_all_edge_attrs(self):
-        return [EdgeAttr(*key, size=self.sizes.get(key[0])) for key in self.edges]
+        return [pyg_data.EdgeAttr(*key, size=self.sizes.get(key[0])) for key in self.edges]
 
     _put_edge_index = _remove_edge_index = None
 
@@ -95,7 +81,7 @@ def to_layout(edges, layout, num_src, num_dst):
 
 def make_data():
     numbers = torch.Generator().manual_seed(3)
-    data = HeteroData()
+    data = pyg_data.HeteroData()
     for name, size in SIZES.items():
         data[name].x = torch.randn(size, 4, generator=numbers)
         data[name].born = torch.randint(LATEST, (size,), generator=numbers)
@@ -142,11 +128,11 @@ SAMPLINGS = [
 def test_minibatches_equal_those_of_hetero_data(data, sampling):
     stores, data = to_stores(data)
     options = {"batch_size": 9, "seed": 3, "shuffle": True, "threads": 3, **sampling}
-    mine = NeighborLoader(stores, [3, 2], "user", **options)
-    assert isinstance(mine, HeteroNeighborLoader)
+    mine = ours.NeighborLoader(stores, [3, 2], "user", **options)
+    assert isinstance(mine, ours.HeteroNeighborLoader)
     assert (repr(mine), mine.data) == ("NeighborLoader()", stores)
     for _ in range(2):
-        theirs = NeighborLoader(data, [3, 2], "user", **options)
+        theirs = ours.NeighborLoader(data, [3, 2], "user", **options)
         theirs.set_epoch(mine.epoch)
         for batch, other in zip(mine, theirs, strict=True):
             assert_equal(batch, other, SIZED)
@@ -161,18 +147,18 @@ def test_minibatches_of_links_equal_those_of_hetero_data(data, layouts, neg_samp
     options = {"batch_size": 30, "seed": 3, "neg_sampling": neg_sampling}
     pairs = data[LIKES].edge_index[:, :50]
     for edges in (BUYS, (LIKES, pairs)):
-        mine = LinkNeighborLoader(stores, [3, 2], edges, **options)
-        assert_same(mine, LinkNeighborLoader(data, [3, 2], edges, **options), SIZED)
+        mine = ours.LinkNeighborLoader(stores, [3, 2], edges, **options)
+        assert_same(mine, ours.LinkNeighborLoader(data, [3, 2], edges, **options), SIZED)
     times = {"time_attr": "born", "edge_label_time": torch.arange(50)}
-    mine = LinkNeighborLoader(stores, [3, 2], (LIKES, pairs), **options, **times)
-    theirs = LinkNeighborLoader(data, [3, 2], (LIKES, pairs), **options, **times)
+    mine = ours.LinkNeighborLoader(stores, [3, 2], (LIKES, pairs), **options, **times)
+    theirs = ours.LinkNeighborLoader(data, [3, 2], (LIKES, pairs), **options, **times)
     assert_same(mine, theirs, SIZED)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"time_attr": "born"}, {"disjoint": True}])
 @pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
 def test_minibatches_without_types_equal_those_of_data(data, layout, sampling):
-    own = Data(x=data["user"].x, born=data["user"].born, y=data["user"].y)
+    own = pyg_data.Data(x=data["user"].x, born=data["user"].born, y=data["user"].y)
     ends = torch.randint(USERS, (2, 300), generator=torch.Generator().manual_seed(1))
     edges, order = to_layout(ends, layout, USERS, USERS)
     own.edge_index = ends[:, order]
@@ -182,37 +168,37 @@ def test_minibatches_without_types_equal_those_of_data(data, layout, sampling):
     options = {"batch_size": 9, "seed": 3, **sampling}
     nodes = range(2, USERS)
     for batch, other in zip(
-        NeighborLoader(stores, [3, 2], nodes, is_sorted=True, **options),
-        NeighborLoader(own, [3, 2], nodes, **options),
+        ours.NeighborLoader(stores, [3, 2], nodes, is_sorted=True, **options),
+        ours.NeighborLoader(own, [3, 2], nodes, **options),
         strict=True,
     ):
-        assert isinstance(batch, Data)
+        assert isinstance(batch, pyg_data.Data)
         assert batch.num_nodes == len(batch.n_id)
         assert_equal(batch, other, SIZED)
     times = {} if "time_attr" not in sampling else {"edge_label_time": torch.arange(300)}
-    (mine,) = LinkNeighborLoader(stores, [2], batch_size=300, **sampling, **times)
+    (mine,) = ours.LinkNeighborLoader(stores, [2], batch_size=300, **sampling, **times)
     assert torch.equal(mine.n_id[mine.edge_label_index], own.edge_index)
 
 
 def test_the_numbers_of_nodes_come_from_sizes_or_tensors(data):
     (features, edges), _ = to_stores(data)
-    wanted = list(NeighborLoader((features, edges), [3], "user", batch_size=9, seed=1))
+    wanted = list(ours.NeighborLoader((features, edges), [3], "user", batch_size=9, seed=1))
     unsized = Edges(edges.edges, {})
-    assert_same(NeighborLoader((features, unsized), [3], "user", batch_size=9, seed=1), wanted)
+    assert_same(ours.NeighborLoader((features, unsized), [3], "user", batch_size=9, seed=1), wanted)
     with pytest.raises(ValueError, match="number of nodes of node type 'user' is unknown"):
-        NeighborLoader((Features({}), unsized), [3], "user")
+        ours.NeighborLoader((Features({}), unsized), [3], "user")
     plain = Edges({(None, "coo"): data[LIKES].edge_index}, {})
     with pytest.raises(ValueError, match="number of nodes of the graph is unknown"):
-        NeighborLoader((Features({}), plain), [3])
+        ours.NeighborLoader((Features({}), plain), [3])
     sized = Edges(edges.edges, {BUYS: (USERS, ITEMS), BOUGHT: (3, 3), LIKES: (ITEMS, ITEMS)})
-    assert len(NeighborLoader((Features({}), sized), [3], "user")) == USERS
+    assert len(ours.NeighborLoader((Features({}), sized), [3], "user")) == USERS
 
 
 def test_edges_out_of_range_are_reported(data):
     (features, edges), _ = to_stores(data)
     edges.edges[BOUGHT, "coo"][0][3] = ITEMS
     with pytest.raises(ValueError, match="goes from 30"):
-        NeighborLoader((features, edges), [2], "user")
+        ours.NeighborLoader((features, edges), [2], "user")
 
 
 GRAPH_OPTIONS = {"time_attr": "at", "weight_attr": "weight"}
@@ -220,8 +206,8 @@ GRAPH_OPTIONS = {"time_attr": "at", "weight_attr": "weight"}
 
 def test_the_stores_of_a_graph_have_its_values(data):
     graph = HeteroGraph.from_pyg(data, **GRAPH_OPTIONS)
-    features, edges = as_stores(graph)
-    assert (type(features), type(edges)) == (HeteroFeatureStore, HeteroGraphStore)
+    features, edges = ours.as_stores(graph)
+    assert (type(features), type(edges)) == (ours.HeteroFeatureStore, ours.HeteroGraphStore)
     assert torch.equal(features["user", "x", None], data["user"].x)
     assert torch.equal(features["user", "y", torch.tensor([5, 5, 0])], data["user"].y[[5, 5, 0]])
     assert torch.equal(features["item", "x", slice(2, 9, 3)], data["item"].x[2:9:3])
@@ -251,14 +237,14 @@ def test_the_stores_of_a_graph_have_its_values(data):
             change(*given)
     with pytest.raises(KeyError):
         edges.get_edge_index(BUYS, "coo")
-    for Store in (HeteroFeatureStore, HeteroGraphStore):
+    for Store in (ours.HeteroFeatureStore, ours.HeteroGraphStore):
         with pytest.raises(TypeError, match="HeteroGraph"):
             Store(data)
 
 
 def test_loaders_accept_the_stores_of_a_graph(data):
     graph = HeteroGraph.from_pyg(data, **GRAPH_OPTIONS)
-    loader = NeighborLoader(as_stores(graph), [3, 2], "user", batch_size=9)
+    loader = ours.NeighborLoader(ours.as_stores(graph), [3, 2], "user", batch_size=9)
     for batch in loader:
         for name in ("user", "item"):
             assert torch.equal(batch[name].x, data[name].x[batch[name].n_id])
@@ -270,7 +256,7 @@ def test_loaders_accept_the_stores_of_a_graph(data):
             assert torch.equal(ends, data[each].edge_index[:, ids])
             assert torch.equal(batch[each].edge_attr, data[each].edge_attr[ids])
     times = {"time_attr": "time", "input_time": torch.arange(USERS) % LATEST}
-    for batch in NeighborLoader(as_stores(graph), [3, 2], "user", batch_size=9, **times):
+    for batch in ours.NeighborLoader(ours.as_stores(graph), [3, 2], "user", batch_size=9, **times):
         for each in data.edge_types:
             target = batch[each[2]]
             limits = batch["user"].seed_time[target.batch[batch[each].edge_index[1]]]
@@ -279,7 +265,7 @@ def test_loaders_accept_the_stores_of_a_graph(data):
 
 def test_a_store_without_a_tensor_is_reported(data):
     (features, edges), _ = to_stores(data)
-    loader = NeighborLoader((features, edges), [2], "user")
+    loader = ours.NeighborLoader((features, edges), [2], "user")
     features.tensors["user", "x"] = None
     with pytest.raises(ValueError, match="the feature store returned None for 1 id of user, x"):
         next(iter(loader))

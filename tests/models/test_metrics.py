@@ -14,19 +14,27 @@ from gcnzc.models.metrics import compute_loss, score, score_pairs
 
 
 @pytest.fixture(scope="module")
-def evaluator():
+def evaluators():
+    """The evaluators of OGB, of nodes and of links."""
     # ogb looks for its newest version on the network while it is imported
     quiet = types.ModuleType("outdated")
     quiet.check_outdated = lambda *_: (False, "")
     quiet.OutdatedPackageWarning = UserWarning
-    sys.modules["outdated"] = quiet
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from ogb.nodeproppred import Evaluator
-        return Evaluator
-    finally:
-        del sys.modules["outdated"]
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setitem(sys.modules, "outdated", quiet)
+        warnings.simplefilter("ignore")
+        from ogb import linkproppred, nodeproppred
+    return nodeproppred.Evaluator, linkproppred.Evaluator
+
+
+@pytest.fixture
+def evaluator(evaluators):
+    return evaluators[0]
+
+
+@pytest.fixture
+def link_evaluator(evaluators):
+    return evaluators[1]
 
 
 def test_accuracy_equals_ogb(evaluator):
@@ -76,15 +84,6 @@ def test_the_loss_is_the_cross_entropy_of_classes():
     logits, labels = torch.randn(5, 4), torch.tensor([0, 3, 1, 1, 2])
     expected = -logits.log_softmax(1)[torch.arange(5), labels].mean()
     torch.testing.assert_close(compute_loss(logits, labels), expected)
-
-
-@pytest.fixture(scope="module")
-def link_evaluator(evaluator):
-    # its package is imported already
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from ogb.linkproppred import Evaluator
-    return Evaluator
 
 
 @pytest.fixture(params=["all different", "many equal"])

@@ -1,6 +1,7 @@
 """Exported heterogeneous models, as programs of torch that take any minibatch."""
 
 import io
+import itertools
 
 import numpy as np
 import pytest
@@ -59,17 +60,15 @@ def test_a_program_computes_what_the_model_does(case, graph):
     run = torch.export.load(file).module()
     x = {name: torch.randn(SIZES[name], COLUMNS[name]) for name in SIZES}
     batches = [(build_full_hetero_blocks(graph, num_layers), x)]
-    for once in (True, False):
-        for count in (1, 6):
-            batch = HeteroSampler(graph, [3, 2][:num_layers], once=once).sample(
-                {"b": range(count), "a": range(count)}, epoch=0
-            )
-            rows = {name: x[name][ids] for name, ids in batch.nodes.items()}
-            batches.append((build_hetero_blocks(batch), rows))
+    samplers = [HeteroSampler(graph, [3, 2][:num_layers], once=once) for once in (True, False)]
+    minibatches = itertools.product(
+        samplers, ({"b": [0], "a": [0]}, {"b": range(6), "a": range(6)})
+    )
     # seeds without neighbours
-    lonely = HeteroSampler(graph, [0] * num_layers).sample({"b": [2]}, epoch=0)
-    rows = {name: x[name][ids] for name, ids in lonely.nodes.items()}
-    batches.append((build_hetero_blocks(lonely), rows))
+    for sampler, seeds in (*minibatches, (HeteroSampler(graph, [0] * num_layers), {"b": [2]})):
+        batch = sampler.sample(seeds, epoch=0)
+        rows = {name: x[name][ids] for name, ids in batch.nodes.items()}
+        batches.append((build_hetero_blocks(batch), rows))
     for blocks, rows in batches:
         with torch.no_grad():
             expected = model(blocks, rows)
