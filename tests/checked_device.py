@@ -213,9 +213,8 @@ class Stream:
     def wait(self, event):
         self.device.schedule.switch()
         # work of one stream is in order without events
-        if event.stream is self or not self.device.is_left_out(
-            "wait", f"{self.kind} for {event.stream.kind}"
-        ):
+        name = f"{self.kind} for {event.stream.kind}"
+        if event.stream is self or not self.device.is_left_out("wait", name):
             self.queue().acquire(event.clock)
 
     def queue(self):

@@ -107,11 +107,8 @@ class Schedule:
         self.num_points += 1
         if self.num_points > MAX_POINTS:
             raise Deadlock("a run does not end")
-        if (
-            len(self.threads) > 1
-            and self.random.random() < self.switch_share
-            and not self.is_stopped
-        ):
+        may_switch = len(self.threads) > 1 and self.random.random() < self.switch_share
+        if may_switch and not self.is_stopped:
             self._go_on()
 
     def yield_now(self):

@@ -106,9 +106,8 @@ class FakeCuda(FakeGpu):
             return args[0]
         if name == "to" and any(map(is_cuda, (*args[1:], *kwargs.values()))):
             # of (device, dtype, non_blocking) only the dtype has an effect
-            dtypes = [
-                value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.dtype)
-            ]
+            given = (*args[1:], *kwargs.values())
+            dtypes = [value for value in given if isinstance(value, torch.dtype)]
             return self._put(func(args[0], *dtypes) if dtypes else args[0])
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -179,11 +178,9 @@ def installed():
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "can_device_access_peer": False,
         "is_current_stream_capturing": False,
-        **dict.fromkeys(
-            ("init", "synchronize", "set_device", "set_rng_state", "empty_cache", "manual_seed")
-        ),
-        **dict.fromkeys(("manual_seed_all", "reset_peak_memory_stats")),
     }
+    answers |= dict.fromkeys(("init", "synchronize", "set_device", "set_rng_state", "empty_cache"))
+    answers |= dict.fromkeys(("manual_seed", "manual_seed_all", "reset_peak_memory_stats"))
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *given, answer=answer, **options: answer)
     own = Stream()

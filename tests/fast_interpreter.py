@@ -70,9 +70,8 @@ def speed_up_interpreter(*, checks_overflow: bool) -> None:
         interpreter._patch_lang = _patch_only_once(interpreter._patch_lang)
     options = getattr(interpreter.interpreter_builder, "options", None)
     if hasattr(options, "sanitize_overflow") and not checks_overflow:
-        interpreter.interpreter_builder.options = dataclasses.replace(
-            options, sanitize_overflow=False
-        )
+        options = dataclasses.replace(options, sanitize_overflow=False)
+        interpreter.interpreter_builder.options = options
     if hasattr(interpreter, "_get_np_dtype"):
         interpreter._get_np_dtype = _cache_by_name(interpreter._get_np_dtype)
 

@@ -40,9 +40,8 @@ def random_seeds(graph, seed, count=5):
     """Seeds of some types, and their times."""
     random = np.random.default_rng(seed)
     types = random.permutation(graph.node_types)[: int(random.integers(1, 3))].tolist()
-    seeds = {
-        name: torch.from_numpy(random.integers(0, graph.num_nodes(name), count)) for name in types
-    }
+    drawn = {name: random.integers(0, graph.num_nodes(name), count) for name in types}
+    seeds = {name: torch.from_numpy(ids) for name, ids in drawn.items()}
     return seeds, torch.from_numpy(random.integers(0, TIMES, count * len(seeds)))
 
 

@@ -69,9 +69,8 @@ class PtxPlugin:
 
     def start(self) -> None:
         """Execute the PTX of all kernels from now on."""
-        self.stack.enter_context(
-            execute_on_cpu(self.arch, executor=self.executor, reachable=self._reachable)
-        )
+        options = {"executor": self.executor, "reachable": self._reachable}
+        self.stack.enter_context(execute_on_cpu(self.arch, **options))
         patch = self.stack.enter_context(pytest.MonkeyPatch.context())
         make, owners = Peers.__init__, self.owners
 
@@ -142,11 +141,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ptx", "execution of compiled Triton kernels on the CPU")
     group.addoption("--ptx-arch", type=int, default=90, help="compute capability, such as 90")
     group.addoption("--ptx-cases", type=int, help="the most cases of each parametrized test")
-    group.addoption(
-        "--ptx-all-kernels",
-        action="store_true",
-        help="fail unless every kernel in kernels/ is launched",
-    )
+    text = "fail unless every kernel in kernels/ is launched"
+    group.addoption("--ptx-all-kernels", action="store_true", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -87,10 +87,8 @@ class Recorded(BaseSampler):
             edges, ends = batch[self.edge_type], [batch[kind] for kind in self.edge_type[::2]]
         if "edge_label_index" in edges:
             local = edges.edge_label_index[:, num_pairs:]
-            return {
-                name: end.n_id[ids]
-                for name, end, ids in zip(("src", "dst"), ends, local, strict=True)
-            }
+            found = [end.n_id[ids] for end, ids in zip(ends, local, strict=True)]
+            return {"src": found[0], "dst": found[1]}
         found = ends[1].dst_neg_index
         return {"dst": ends[1].n_id[(found.t() if "batch" in ends[1] else found).flatten()]}
 

@@ -100,7 +100,8 @@ MODEL_NAMES = "in_features hidden num_classes num_layers dropout input_dropout n
 MODEL_NAMES += "pre_activation residual input_linear output_linear jumping activation init"
 ATTENTION = f"{MODEL_NAMES} heads output_heads attention_dropout"
 CHOICES = "bidirected self_loops duplicates"
-CODES = torch.ones(NODES, 2, dtype=torch.int8)
+ROWS = {"rows": TABLE.rows}
+CODES = {"rows": torch.ones(NODES, 2, dtype=torch.int8), "scales": torch.ones(NODES)}
 GIVEN = {"bidirected": FLAG, "self_loops": (), "duplicates": ()}
 COMPRESSED = {"indptr": [0, 1], "indices": [0]}
 EDGES = {"src": EDGE[0], "dst": EDGE[1], "num_nodes": NODES}
@@ -108,6 +109,7 @@ INFERENCE = {"model": gnn.SAGE(2, 3, 2, 2), "graph": GRAPH, "table": TABLE}
 CACHE = {"table": TABLE, "size": 0.5, "ranking": torch.ones(NODES)}
 PRESAMPLED = {"graph": GRAPH, "seeds": SEEDS, "fanouts": [2], "batch_size": 4, "batches": 4}
 WITH_SEED = {"seed": SEED}
+STATE = "epoch position done batch_size world_size seed fanouts"
 SAMPLE = {"seeds": SEEDS, "epoch": 0}, "seeds epoch", {"seeds": ([],)}
 CASES = {
     "Graph": Case(
@@ -118,14 +120,10 @@ CASES = {
     "Graph.from_csr": Case(Graph.from_csr, COMPRESSED, f"indptr indices {CHOICES}", GIVEN),
     "Graph.from_dgl": Case(Graph.from_dgl, {}, "graph"),
     "Graph.from_pyg": Case(Graph.from_pyg, {}, "data"),
-    "FeatureTable": Case(FeatureTable, {"rows": TABLE.rows}, "rows kernel_config"),
+    "FeatureTable": Case(FeatureTable, ROWS, "rows kernel_config"),
     # codes without scales are rows of int8
-    "FeatureTable of codes": Case(
-        FeatureTable, {"rows": CODES, "scales": torch.ones(NODES)}, "scales scale_columns"
-    ),
-    "FeatureTable.quantized": Case(
-        FeatureTable.quantized, {"rows": TABLE.rows}, "rows dtype scale_columns"
-    ),
+    "FeatureTable of codes": Case(FeatureTable, CODES, "scales scale_columns"),
+    "FeatureTable.quantized": Case(FeatureTable.quantized, ROWS, "rows dtype scale_columns"),
     "FeatureTable.to": Case(TABLE.to, {}, "device"),
     "FeatureTable.gather": Case(TABLE.gather, {"ids": SEEDS}, "ids out threads"),
     "EmbeddingTable": Case(
@@ -164,9 +162,7 @@ CASES = {
         first_of(FullBatchLoader),
     ),
     "Loader.set_epoch": Case(Loader.set_epoch, {}, "epoch", {}, set_epoch),
-    "Loader.load_state_dict": Case(
-        load_state, {}, "epoch position done batch_size world_size seed fanouts"
-    ),
+    "Loader.load_state_dict": Case(load_state, {}, STATE),
     "presample": Case(
         gcnzc.presample,
         PRESAMPLED,
