@@ -10,7 +10,7 @@ def run() -> int:
         from gcnzc.cli import main
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted\nhint: run the command again\n")
-        return 1
+        return 130
     return main()
 
 

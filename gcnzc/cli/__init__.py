@@ -11,6 +11,9 @@ import traceback
 from collections.abc import Sequence
 
 from gcnzc._version import VERSION
+
+# before torch is imported
+from gcnzc.cli import _openmp as _openmp
 from gcnzc.cli.errors import DEBUG, FAILED, OutputClosed, UsageError, report
 from gcnzc.cli.output import flushed_output
 from gcnzc.cli.parser import parse

@@ -5,8 +5,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 
-# before torch is imported
-from gcnzc.cli import _openmp as _openmp
 from gcnzc.cli import builtin_graph, launch
 from gcnzc.cli.commands.train import train_command
 from gcnzc.cli.errors import (

@@ -238,6 +238,14 @@ class Checkpoint(Callback):
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
+    def _find_best_rows(self, run: Run) -> None:
+        """Find which rows of embeddings the other checkpoints need that are kept."""
+        for number in checkpoint_numbers(run.folder)[-run.config.run.keep :]:
+            with suppress(ValueError):  # it is damaged
+                state = checkpoint.load(checkpoint_path(run.folder, number))
+                best = state["callbacks"][_class_name(self.best)][0]
+                self.best_epochs[number] = best.get("epoch", 0)
+
     def _path(self, owner: object) -> Path:
         return checkpoint_path(self.folder.parent, self.number, owner)
 
@@ -280,8 +288,10 @@ class Checkpoint(Callback):
             run.embeddings.load(self._path("rows"), remedy)
         for each in self.callbacks:  # of a resumed run, they may be others
             if found := state["callbacks"].get(_class_name(each)):
-                each.load_state_dict(found.pop(0))
+                _load_callback(each, found.pop(0))
         self.best_epochs[self.number] = self.best.state.get("epoch", 0)
+        if run.is_first and run.embeddings is not None:
+            self._find_best_rows(run)
         if run.in_epoch:
             _restore_loader(run, state["loader"])
         if is_same or run.is_first:
@@ -298,6 +308,17 @@ class Checkpoint(Callback):
 
 def _class_name(callback: Callback) -> str:
     return f"{type(callback).__module__}.{type(callback).__qualname__}"
+
+
+def _load_callback(callback: Callback, state: Mapping[str, Any]) -> None:
+    try:
+        callback.load_state_dict(state)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        if type(callback).__module__.startswith("gcnzc."):
+            raise
+        # no fault of the checkpoint
+        what = f"{type(error).__name__} {error}"
+        raise RuntimeError(f"{_class_name(callback)}.load_state_dict raised {what}") from error
 
 
 def remedy_of(run: Path, number: int) -> str:

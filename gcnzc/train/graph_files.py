@@ -5,19 +5,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gcnzc.datasets.store import HETERO_VERSION, VERSION, is_hetero, is_prepared, read_meta
 from gcnzc.graph.dataset import Dataset
 from gcnzc.train.hetero.data import HeteroDataset
+
+# rows of features that are compared if the data is not prepared
+COMPARED_ROWS = 1000
 
 
 def describe_files(data: Dataset | HeteroDataset) -> dict[str, list[Any]]:
     """Return shape, dtype and CRC-32 of the arrays of a prepared folder.
 
-    Of other data, return those of the labels and of the numbers of neighbours.
+    Of other data, return those of the edges, labels and splits, and of some rows of features.
     """
     if not is_prepared(data.folder):
         assert isinstance(data, Dataset), "heterogeneous graphs are in prepared folders"
-        arrays = {"indptr": data.graph.indptr, "labels": data.labels}
+        arrays = {"indptr": data.graph.indptr, "indices": data.graph.indices}
+        arrays |= {"labels": data.labels, **data.split}
+        if data.table is not None:
+            rows = torch.linspace(0, len(data.table) - 1, COMPARED_ROWS).long()
+            arrays["features"] = data.table.gather_stored(rows)
         return {
             f"loaded/{name}": [list(a.shape), str(a.dtype), zlib.crc32(a.numpy().tobytes())]
             for name, a in arrays.items()
@@ -37,7 +46,8 @@ def check_files(
     """Check that a graph is the one that a run was trained on.
 
     The same features may have other padding, and the same node ids another dtype: such files are
-    not compared. Files that only one side lists are not compared either.
+    not compared. Files that only one side lists are not compared either, but a prepared folder is
+    another graph than data that is not prepared.
 
     Args:
         here: files of the graph, see `describe_files`.
@@ -46,9 +56,9 @@ def check_files(
         run: run folder.
 
     Raises:
-        ValueError: the contents of a file differ.
+        ValueError: the contents of a file differ, or no file can be compared.
     """
-    differing = []
+    differing = [] if here.keys() & there.keys() else ["prepared and other data"]
     for name in sorted(here.keys() & there.keys()):
         (shape, dtype, code), (its_shape, its_dtype, its_code) = here[name], there[name]
         is_other_size = shape != its_shape and not name.startswith("features")

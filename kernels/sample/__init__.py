@@ -296,7 +296,7 @@ class HopSampler:
         workspace.start(max_nodes, num_seeds, total)
         arenas = _Arenas(workspace, options, empty)
         seed_data = self._place_seeds(arenas, seeds, seed_times, total)
-        table = graph.table
+        table = graph.table()
         if excluded:
             # the tables are those of all batches
             table = table.copy()
@@ -319,7 +319,7 @@ class HopSampler:
             _, num_edges = self._run(table, every, flags, seed_data, arenas, known, filled)
             num_offsets = known + 1
         workspace.base += max([*known.tolist(), 1])
-        num_offsets = num_offsets[graph.table[:, field.DST]]
+        num_offsets = num_offsets[table[:, field.DST]]
         sampled = Sample(
             nodes=arenas.views(arenas.nodes, 0, known),
             subgraphs=arenas.views(arenas.trees, 0, known) if options.disjoint else None,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import gcnzc.kernels.sample.layout as field
@@ -19,6 +20,16 @@ MAX_DEGREE = 2**32 - 1  # a position is computed from a 32-bit random word
 
 # what a derived key is for
 RELATION_KEY, TYPE_KEY = 1, 2
+
+# columns of the table with the addresses of arrays of a `Relation`
+ADDRESSES = {
+    "indptr": field.INDPTR,
+    "indices": field.INDICES,
+    "edge_ids": field.EDGE_IDS,
+    "edge_time": field.EDGE_TIME,
+    "node_time": field.NODE_TIME,
+    "weight": field.WEIGHT,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,23 +99,30 @@ class GraphTables:
         self.types = np.zeros((len(num_nodes), field.NUM_TYPE_COLUMNS), np.int64)
         self.types[:, field.FIRST_KEY] = np.cumsum([0, *num_nodes])[:-1]
         self.types[:, field.NUM_NODES] = num_nodes
-        self.table = np.zeros((len(relations), field.NUM_RELATION_COLUMNS), np.int64)
-        for row, each in zip(self.table, relations, strict=True):
+        self._table = np.zeros((len(relations), field.NUM_RELATION_COLUMNS), np.int64)
+        for row, each in zip(self._table, relations, strict=True):
             _check_degrees(each)
-            row[:] = (
-                each.indptr.data_ptr(),
-                each.indices.data_ptr(),
+            row[[field.IS_WIDE, field.NUM_EDGES, field.SRC, field.DST]] = (
                 each.indices.dtype == torch.int64,
                 len(each.indices),
-                _address(each.edge_ids),
                 each.src,
                 each.dst,
-                *each.key,
-                _address(each.edge_time),
-                _address(each.node_time),
-                _address(each.weight),
-                *(0, 0),  # no excluded edges
             )
+            row[[field.KEY_0, field.KEY_1]] = each.key
+        self._arrays = [getattr(each, name) for each in relations for name in ADDRESSES]
+        self._addresses: list[int] = []
+
+    def table(self) -> NDArray[np.int64]:
+        """Return the (R, NUM_RELATION_COLUMNS) int64 table of edge types, without excluded edges.
+
+        torch moves tensors in place, as to shared memory when they are sent to another process.
+        """
+        addresses = [0 if each is None else each.data_ptr() for each in self._arrays]
+        if addresses != self._addresses:
+            table = self._table.copy()  # other threads may be using the old one
+            table[:, [*ADDRESSES.values()]] = np.reshape(addresses, (-1, len(ADDRESSES)))
+            self._table, self._addresses = table, addresses
+        return self._table
 
     def find_damage(self, r: int, nodes: Tensor) -> InvalidColumn:
         """Return what is wrong with the first of `nodes` whose in-edges are out of range."""
@@ -148,10 +166,6 @@ def derive_key(seed: int, purpose: int, *names: str) -> tuple[int, int]:
     low, high = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
     words = philox4x32_reference(low, high, purpose, 0, *split_key(seed))
     return int(words[0]), int(words[1])
-
-
-def _address(array: Tensor | None) -> int:
-    return 0 if array is None else array.data_ptr()
 
 
 def _check_degrees(relation: Relation) -> None:

@@ -264,10 +264,15 @@ def test_a_gpu_that_fails_is_reported(message, error, hint, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
-    ("given", "policy"),
-    [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active"), ({"GOMP_SPINCOUNT": "1"}, None)],
+    ("given", "policy", "words"),
+    [
+        ({}, "passive", ["check"]),
+        ({}, "passive", ["train", "--resume", "run"]),  # its options are read with torch
+        ({"OMP_WAIT_POLICY": "active"}, "active", ["check"]),
+        ({"GOMP_SPINCOUNT": "1"}, None, ["check"]),
+    ],
 )
-def test_idle_openmp_threads_of_a_command_sleep_unless_the_user_chooses(given, policy):
+def test_idle_openmp_threads_of_a_command_sleep_unless_the_user_chooses(given, policy, words):
     """The variable must be set before torch loads OpenMP, so when torch is not imported yet."""
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
     environment = {name: value for name, value in os.environ.items() if name not in names}
@@ -279,7 +284,8 @@ def test_idle_openmp_threads_of_a_command_sleep_unless_the_user_chooses(given, p
         "            print(os.environ.get('OMP_WAIT_POLICY'), flush=True)\n"
         "            os._exit(0)\n"
         "sys.meta_path.insert(0, Watch())\n"
-        "import gcnzc.cli.execute\n"
+        "from gcnzc.cli import main\n"
+        f"main({words})\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

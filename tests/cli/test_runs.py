@@ -114,7 +114,11 @@ def test_runs_on_another_graph_are_not_averaged(graph, tmp_path, capsys):
     prepare(tmp_path / "raw", tmp_path / "other")
     # prepared graphs, and their sources
     for number, pair in enumerate(
-        ((graph, tmp_path / "other"), (graph.parent / "raw", tmp_path / "raw"))
+        (
+            (graph, tmp_path / "other"),
+            (graph.parent / "raw", tmp_path / "raw"),
+            (graph, tmp_path / "raw"),
+        )
     ):
         out = tmp_path / f"out{number}"
         ran(capsys, "train", pair[0], *OPTIONS, "--runs", 2, "--out", out)

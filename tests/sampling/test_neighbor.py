@@ -116,3 +116,13 @@ def test_a_copy_samples_the_same(graph):
     sampler = Sampler(graph, [4, 3], seed=5)
     copied = pickle.loads(pickle.dumps(sampler))
     assert same_tensors(copied.sample(torch.arange(9), 1), sampler.sample(torch.arange(9), 1))
+
+
+def test_a_graph_that_torch_moves_to_shared_memory_is_read_there():
+    """As when it is sent to another process; the memory before is free."""
+    graph = Graph.from_edges(torch.tensor([1, 2, 3, 4]), torch.tensor([0, 0, 0, 0]), 5)
+    sampler = Sampler(graph, [-1])
+    assert sampler.sample([0], 0).nodes.tolist() == [0, 1, 2, 3, 4]
+    graph.indptr.share_memory_()
+    graph.indices.share_memory_().fill_(4)
+    assert sampler.sample([0], 0).nodes.tolist() == [0, 4]

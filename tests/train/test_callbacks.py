@@ -171,6 +171,19 @@ def test_others_wait_for_long_work_of_the_first_worker(tmp_path):
     assert results(2, tmp_path, work_on_the_first, tmp_path) == [0, 1]
 
 
+class Broken(Watch):
+    def load_state_dict(self, state):
+        raise KeyError("mine")
+
+
+def test_a_callback_that_cannot_load_its_state_is_named(graph, tmp_path):
+    config = TrainConfig(data=graph, **(SIZES | {"epochs": 1}))
+    train(config, tmp_path / "run", callbacks=[Broken()])
+    config = config.replace(resume=tmp_path / "run", epochs=2)
+    with pytest.raises(RuntimeError, match=r"Broken.load_state_dict raised KeyError 'mine'"):
+        train(config, tmp_path / "run", callbacks=[Broken()])
+
+
 class Final(Callback):
     """Has the parameters at the end of a run that stops in an event of its first epoch."""
 

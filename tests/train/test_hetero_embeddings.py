@@ -96,6 +96,15 @@ def test_a_disk_that_is_full_for_the_rows_of_a_better_model_keeps_the_files_of_t
     assert evaluate(EvaluateConfig(run=tmp_path / "run"))["best_epoch"] == epochs[0] + 1
 
 
+def test_the_best_rows_of_all_kept_checkpoints_remain(config, tmp_path):
+    config = config.replace(epochs=3, keep=100, checkpoint_every_s=0)
+    train(config, tmp_path / "run")
+    best = {*(tmp_path / "run").glob("best-*.npz")}
+    assert len(best) > 1
+    train(config.replace(resume=tmp_path / "run"), tmp_path / "run")
+    assert {*(tmp_path / "run").glob("best-*.npz")} == best
+
+
 def test_a_lost_file_of_embeddings_is_named(config, embedded, tmp_path):
     config = config.replace(epochs=1)
     train(config, tmp_path / "run")
