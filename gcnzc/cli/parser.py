@@ -208,8 +208,10 @@ def build_parser(command: str, shows_all: bool) -> Parser:
             _add(section, row, text)
     parser.flags = [row.flag if row.default is not True else f"--no-{row.flag[2:]}" for row in own]
     section = parser.add_argument_group("help")
-    section.add_argument("-h", "--help", action="help", help="list the common options")
-    if not all(row.common for row in own):
+    has_all = all(row.common for row in own)
+    about = "list the options" if has_all else "list the common options"
+    section.add_argument("-h", "--help", action="help", help=about)
+    if not has_all:
         section.add_argument("--help-all", action="help", help="list all options")
     if any(row.of for row in own):
         parser.epilog = (

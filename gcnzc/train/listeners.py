@@ -180,7 +180,8 @@ class Board(Callback):
     def on_record(self, run: Run) -> None:
         """See `Callback`."""
         if run.is_first:
-            self.events.add(run.epoch, run.line)
+            numbers = {key: value for key, value in run.line.items() if key != "epoch"}  # the step
+            self.events.add(run.epoch, numbers)
             run.files.attempt(BOARD, self.events.append)
 
     def on_end(self, run: Run) -> None:

@@ -119,6 +119,8 @@ class TuningProfile:
         }
         found = []
         for name, text in words.items():
+            if name == "programs" and self.kernel_config is None:
+                continue  # of a CPU
             if value := self.value(name):
                 endings = {"s": "", "es": ""} if value == 1 else {"s": "s", "es": "es"}
                 found.append(text.format(value, **endings))
