@@ -239,7 +239,7 @@ class Checkpoint(Callback):
                 path.unlink(missing_ok=True)
 
     def _find_best_rows(self, run: Run) -> None:
-        """Find which rows of embeddings the other checkpoints need that are kept."""
+        """Find which rows of embeddings the checkpoints need that are kept."""
         for number in checkpoint_numbers(run.folder)[-run.config.run.keep :]:
             with suppress(ValueError):  # it is damaged
                 state = checkpoint.load(checkpoint_path(run.folder, number))
@@ -289,7 +289,6 @@ class Checkpoint(Callback):
         for each in self.callbacks:  # of a resumed run, they may be others
             if found := state["callbacks"].get(_class_name(each)):
                 _load_callback(each, found.pop(0))
-        self.best_epochs[self.number] = self.best.state.get("epoch", 0)
         if run.is_first and run.embeddings is not None:
             self._find_best_rows(run)
         if run.in_epoch:

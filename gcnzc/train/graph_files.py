@@ -1,6 +1,5 @@
 """The checksums of a run's graph, so that the run does not resume on another graph."""
 
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,14 @@ import torch
 from gcnzc.datasets.store import HETERO_VERSION, VERSION, is_hetero, is_prepared, read_meta
 from gcnzc.graph.dataset import Dataset
 from gcnzc.train.hetero.data import HeteroDataset
+from gcnzc.train.inference import fingerprint
 
 # rows of features that are compared if the data is not prepared
 COMPARED_ROWS = 1000
 
 
 def describe_files(data: Dataset | HeteroDataset) -> dict[str, list[Any]]:
-    """Return shape, dtype and CRC-32 of the arrays of a prepared folder.
+    """Return shape, dtype and checksum of the arrays of a prepared folder.
 
     Of other data, return those of the edges, labels and splits, and of some rows of features.
     """
@@ -25,11 +25,11 @@ def describe_files(data: Dataset | HeteroDataset) -> dict[str, list[Any]]:
         arrays = {"indptr": data.graph.indptr, "indices": data.graph.indices}
         arrays |= {"labels": data.labels, **data.split}
         if data.table is not None:
-            rows = torch.linspace(0, len(data.table) - 1, COMPARED_ROWS).long()
+            rows = torch.arange(COMPARED_ROWS) * len(data.table) // COMPARED_ROWS
             arrays["features"] = data.table.gather_stored(rows)
         return {
-            f"loaded/{name}": [list(a.shape), str(a.dtype), zlib.crc32(a.numpy().tobytes())]
-            for name, a in arrays.items()
+            f"loaded/{name}": [list(array.shape), str(array.dtype), fingerprint(array)]
+            for name, array in arrays.items()
         }
     version = HETERO_VERSION if is_hetero(data.folder) else VERSION
     files = read_meta(data.folder, version)["files"].items()
