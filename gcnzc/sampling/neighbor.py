@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -145,26 +146,28 @@ class Sampler:
                 [(0, seeds)], epoch, excluded=by_type, empty=self.pool.empty
             )
         (nodes,), (indptr,), (indices,) = sampled.nodes, sampled.indptr, sampled.indices
-        num_nodes, num_edges = (
-            [own for (own,) in each] for each in (sampled.num_nodes, sampled.num_edges)
+        num_nodes = [own for (own,) in sampled.num_nodes]
+        num_edges = [own for (own,) in sampled.num_edges]
+        sizes = [after - before for before, after in pairwise(num_edges)]
+        ids = (
+            sampled.edge_ids[0].split_with_sizes(sizes) if sampled.edge_ids else [None] * len(sizes)
         )
-        blocks, first = [], 0
-        for hop, num_dst in enumerate(num_nodes[:-1]):
-            edges = slice(num_edges[hop], num_edges[hop + 1])
-            block = Block(
-                indptr[first : first + num_dst + 1],
-                indices[edges],
-                num_src=num_nodes[hop + 1],
-                num_dst=num_dst,
-                nodes=nodes[: num_nodes[hop + 1]],
-                graph=self.graph,
-                edge_ids=sampled.edge_ids[0][edges] if sampled.edge_ids else None,
-            )
-            first += num_dst + 1
-            blocks.append(block)
+        hops = zip(
+            indptr.split_with_sizes([num_dst + 1 for num_dst in num_nodes[:-1]]),
+            indices.split_with_sizes(sizes),
+            num_nodes[1:],
+            num_nodes[:-1],
+            ids,
+            strict=True,
+        )
+        blocks = [
+            Block(*own, num_src, num_dst, nodes[:num_src], self.graph, edge_ids)
+            for *own, num_src, num_dst, edge_ids in hops
+        ]
+        blocks.reverse()
         sample_s = time.perf_counter() - begin_s
         times = {"sample_s": sample_s}
-        return Batch(nodes, nodes[: len(seeds)], tuple(reversed(blocks)), times=times)
+        return Batch(nodes, nodes[: num_nodes[0]], tuple(blocks), times=times)
 
     def _check_edges(self, edges: IdsLike) -> Tensor:
         positions = as_ids("without", edges, "positions in graph.indices").cpu()
@@ -215,10 +218,9 @@ def check_range(name: str, ids: Tensor, count: int, reason: str, meaning: str) -
     Raises:
         ValueError: an id is out of range.
     """
-    if len(ids) == 0:
+    if not ids.numel():
         return
-    bounds = ids.aminmax()
-    least, greatest = int(bounds.min), int(bounds.max)
+    least, greatest = map(int, ids.aminmax())
     if least < 0 or greatest >= count:
         raise ValueError(
             f"{name} are from {least} to {greatest}, but {reason.format(count)}\n\n"

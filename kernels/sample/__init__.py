@@ -15,6 +15,7 @@ Notation: T node types, R edge types, L hops, S seeds.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 import gcnzc.kernels.sample.layout as field
 from gcnzc.kernels.buffers import Allocate
 from gcnzc.kernels.sample.choose import subgraph_keys
-from gcnzc.kernels.sample.graph import GraphTables
+from gcnzc.kernels.sample.graph import ADDRESSES, GraphTables
 from gcnzc.kernels.sample.hops import SLOTS_PER_NODE, sample_hops
 
 ALL = -1  # the fanout that takes all neighbours
@@ -46,6 +47,7 @@ LIMITS = {field.NEED_NODES: MAX_NODES + 1, field.NEED_INDPTR: 2**62, field.NEED_
 LINE_ELEMENTS = 16  # int32 elements of a cache line
 
 IdArray = NDArray[np.int64]
+Seeds: TypeAlias = Sequence[tuple[int, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Options:
     own_loops: bool = False
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Sample:
     """A sampled neighbourhood; tuples have one element for each node type or edge type.
 
@@ -103,21 +105,24 @@ class Sample:
 
 
 class Workspace:
-    """Tables of one thread from nodes to local ids, and the sizes that its batches needed.
+    """Tables of one thread from nodes to local ids, and the layout of its batches.
 
     Stamps start again when they would exceed their width, see `gcnzc.kernels.sample.hops`.
     """
 
     def __init__(self, graph: GraphTables, disjoint: bool) -> None:
-        num_types, num_relations = len(graph.num_nodes), len(graph.relations)
         is_wide = disjoint or graph.num_keys > HASHED_NODES
         is_direct = graph.num_keys <= DIRECT_NODES and not is_wide
         self.direct_table = np.zeros(graph.num_keys if is_direct else 0, np.int32)
         self.hash_table = np.zeros(0 if is_direct or is_wide else 2**10, np.int64)
         self.wide_table = np.zeros((2**10 if is_wide else 0, 2), np.int64)
         self.base, self.end = 1, 2**31 if is_direct else 2**62 if is_wide else 2**32
+        self._graph_table = graph.table()
+        self.relations, self.types = self._graph_table.copy(), graph.types.copy()
         # the capacities of the regions of nodes, offsets and edges
-        self.set_capacities(*(np.full(n, 64) for n in (num_types, num_relations, num_relations)))
+        self.set_capacities(
+            *(np.full(len(each), 64) for each in (self.types, self.relations, self.relations))
+        )
 
     @property
     def tables(self) -> tuple[NDArray[np.signedinteger], ...]:
@@ -127,16 +132,33 @@ class Workspace:
     def set_capacities(self, *capacities: IdArray) -> None:
         """Set the layout of batches: first elements and capacities of all regions."""
         # each region begins at a cache line of its own
-        rounded = [-(-each // LINE_ELEMENTS) * LINE_ELEMENTS for each in capacities]
-        self.sizes = [int(each.sum()) for each in rounded]
-        self.layout = tuple(x for each in rounded for x in (np.cumsum(each) - each, each))
-        self.first = [each.tolist() for each in self.layout[::2]]
+        self.capacities = [-(-each // LINE_ELEMENTS) * LINE_ELEMENTS for each in capacities]
+        self.sizes = [int(each.sum()) for each in self.capacities]
+        firsts = [np.cumsum(each) - each for each in self.capacities]
+        # after the nodes
+        firsts[1] += self.sizes[0]
+        self.first = [each.tolist() for each in firsts]
+        for kind, (table, first, capacity) in enumerate(
+            (
+                (self.types, field.NODE_FIRST, field.NODE_CAPACITY),
+                (self.relations, field.INDPTR_FIRST, field.INDPTR_CAPACITY),
+                (self.relations, field.EDGE_FIRST, field.EDGE_CAPACITY),
+            )
+        ):
+            table[:, first], table[:, capacity] = firsts[kind], self.capacities[kind]
 
-    def start(self, max_nodes: int, num_seeds: IdArray, total: int) -> None:
+    def start(self, graph: GraphTables, max_nodes: int, seeds: Seeds, total: int) -> None:
         """Make room for the seeds of a batch, and for stamps of at most `max_nodes` other nodes."""
-        nodes, offsets, edges = self.layout[1::2]
-        if np.greater_equal(num_seeds, nodes).any():
-            self.set_capacities(np.maximum(nodes, num_seeds + 1), offsets, edges)
+        given = graph.table()
+        if given is not self._graph_table:
+            self._graph_table = given
+            self.relations[:, [*ADDRESSES.values()]] = given[:, [*ADDRESSES.values()]]
+        nodes, offsets, edges = self.capacities
+        if any(ids.numel() >= nodes[t] for t, ids in seeds):
+            nodes = nodes.copy()
+            for t, ids in seeds:
+                nodes[t] = max(nodes[t], ids.numel() + 1)
+            self.set_capacities(nodes, offsets, edges)
         if self.base + min(max_nodes, MAX_NODES) + total >= self.end:
             for table in self.tables:
                 table[:] = 0
@@ -154,65 +176,67 @@ class Workspace:
         else:
             self.hash_table = np.zeros(num_slots, np.int64)
 
+    def exclude(self, excluded: Mapping[int, Tensor]) -> None:
+        """Set the positions of excluded edges, by the number of their edge type."""
+        for r, positions in excluded.items():
+            self.relations[r, field.EXCLUDED] = positions.data_ptr()
+            self.relations[r, field.NUM_EXCLUDED] = positions.numel()
+
 
 class _Arenas:
-    """The vectors of a batch, with a region for each node type or edge type."""
+    """The vectors of a batch, with regions for each node type and edge type; see `sample_hops`."""
 
     def __init__(self, workspace: Workspace, options: Options, empty: Allocate) -> None:
         self.workspace, self.options, self.empty = workspace, options, empty
         # the largest regions that were too small, and the capacities before
         self.needed: list[IdArray] = []
-        self.capacities = workspace.layout[1::2]
+        self.capacities = workspace.capacities
         self._allocate()
 
     def _allocate(self) -> None:
         num_nodes, num_offsets, num_edges = self.workspace.sizes
-        self.nodes = self.empty(num_nodes, torch.int64)
-        self.indptr = self.empty(num_offsets, torch.int64)
+        self.ids = self.empty(num_nodes + num_offsets, torch.int64)
         self.indices = self.empty(num_edges, torch.int32)
-        self.edge_ids = self.empty(num_edges if self.options.edge_ids else 0, torch.int64)
-        self.trees = self.empty(num_nodes if self.options.disjoint else 0, torch.int64)
-
-    def numpy(self) -> tuple[NDArray[np.signedinteger], ...]:
-        """Return the vectors in the order of `sample_hops`."""
-        vectors = (self.nodes, self.indptr, self.indices, self.edge_ids, self.trees)
-        return tuple(each.numpy() for each in vectors)
+        self.edge_ids = self.trees = _NONE
+        edge_ids = trees = _NO_IDS
+        if self.options.edge_ids:
+            self.edge_ids = self.empty(num_edges, torch.int64)
+            edge_ids = self.edge_ids.numpy()
+        if self.options.disjoint:
+            self.trees = self.empty(num_nodes, torch.int64)
+            trees = self.trees.numpy()
+        # in the order of `sample_hops`
+        self.arrays = self.ids.numpy(), self.indices.numpy(), edge_ids, trees
 
     def grow(self, status: int, where: int, needed: int, known: IdArray, filled: IdArray) -> None:
         """Move the regions to larger vectors; the one that is too small doubles."""
-        old, layout = self.numpy(), self.workspace.layout
+        old, first, before = self.arrays, self.workspace.first, self.workspace.capacities
         kind = (field.NEED_NODES, field.NEED_INDPTR, field.NEED_EDGES).index(status)
-        capacities = [each.copy() for each in layout[1::2]]
+        capacities = [each.copy() for each in before]
         capacities[kind][where] = min(2 * needed, LIMITS[status])
         self.needed = self.needed or [np.zeros_like(each) for each in capacities]
         self.needed[kind][where] = needed
         self.workspace.set_capacities(*capacities)
         self._allocate()
-        used = (known, layout[3], filled, filled, known)
-        for before, after, place, counts in zip(
-            old, self.numpy(), (0, 2, 4, 4, 0), used, strict=True
-        ):
-            ranges = (layout[place], self.workspace.layout[place], counts)
-            for a, b, count in zip(*ranges, strict=True) if len(before) else ():
-                after[b : b + count] = before[a : a + count]
+        counts = known, before[1], filled
+        for vector, place in ((0, 0), (0, 1), (1, 2), (2, 2), (3, 0)):
+            source, target = old[vector], self.arrays[vector]
+            ranges = (first[place], self.workspace.first[place], counts[place])
+            for a, b, count in zip(*ranges, strict=True) if len(source) else ():
+                target[b : b + count] = source[a : a + count]
 
-    def views(self, vector: Tensor, kind: int, counts: IdArray) -> tuple[Tensor, ...]:
+    def views(self, vector: Tensor, kind: int, counts: Sequence[int]) -> tuple[Tensor, ...]:
         """Return the first elements of each region: of node types (0), offsets (1) or edges (2)."""
-        ranges = zip(self.workspace.first[kind], counts.tolist(), strict=True)
+        ranges = zip(self.workspace.first[kind], counts, strict=True)
         return tuple(vector[begin : begin + count] for begin, count in ranges)
 
     def set_later_capacities(self, *used: IdArray) -> None:
-        """Give later batches a quarter more than this one needed, if its regions were too small."""
-        if self.needed:
-            wanted = [np.maximum(*both) for both in zip(self.needed, used, strict=True)]
-            self.workspace.set_capacities(
-                *(
-                    np.maximum(before, np.minimum(each + each // 4, limit))
-                    for before, each, limit in zip(
-                        self.capacities, wanted, LIMITS.values(), strict=True
-                    )
-                )
-            )
+        """Give later batches a quarter more than this one needed, whose regions were too small."""
+        wanted = [np.maximum(*both) for both in zip(self.needed, used, strict=True)]
+        limits = zip(self.capacities, wanted, LIMITS.values(), strict=True)
+        self.workspace.set_capacities(
+            *(np.maximum(old, np.minimum(each + each // 4, limit)) for old, each, limit in limits)
+        )
 
 
 def _empty(length: int, dtype: torch.dtype) -> Tensor:
@@ -241,12 +265,15 @@ class HopSampler:
         self._flags[field.TEMPORAL] = {None: 0, "uniform": field.UNIFORM, "last": field.LAST}[
             options.temporal
         ]
+        self._destinations = [each.dst for each in graph.relations]
+        # of a batch, without the seeds
+        self._max_nodes = MAX_NODES if options.disjoint else max(graph.num_nodes, default=0)
         # workspaces that no thread is using; `append` and `pop` of a list are atomic
         self._idle: list[Workspace] = []
 
     def sample(
         self,
-        seeds: Sequence[tuple[int, Tensor]],
+        seeds: Seeds,
         epoch: int,
         *,
         seed_times: Tensor | None = None,
@@ -276,10 +303,7 @@ class HopSampler:
         graph, options = self.graph, self.options
         if not 0 <= epoch < 2**32:
             raise ValueError(f"epoch {epoch} is outside 0 to 2**32 - 1")
-        num_seeds = np.zeros(len(graph.num_nodes), np.int64)
-        for t, ids in seeds:
-            num_seeds[t] = len(ids)
-        total = sum(len(ids) for _, ids in seeds)
+        total = sum(ids.numel() for _, ids in seeds)
         if options.temporal is not None and (
             not options.disjoint or seed_times is None or len(seed_times) != total
         ):
@@ -292,78 +316,76 @@ class HopSampler:
             workspace = self._idle.pop()
         except IndexError:
             workspace = Workspace(graph, options.disjoint)
-        max_nodes = MAX_NODES if options.disjoint else max(graph.num_nodes, default=0)
-        workspace.start(max_nodes, num_seeds, total)
+        workspace.start(graph, self._max_nodes, seeds, total)
+        if excluded:
+            workspace.exclude(excluded)
         arenas = _Arenas(workspace, options, empty)
         seed_data = self._place_seeds(arenas, seeds, seed_times, total)
-        table = graph.table()
-        if excluded:
-            # the tables are those of all batches
-            table = table.copy()
-            for r, positions in excluded.items():
-                table[r, [field.EXCLUDED, field.NUM_EXCLUDED]] = (
-                    positions.data_ptr(),
-                    len(positions),
-                )
         flags = self._flags.copy()
         flags[field.INSERT], flags[field.EPOCH] = 1, epoch
-        known, filled = num_seeds.copy(), np.zeros(len(graph.relations), np.int64)
-        num_nodes, num_edges = self._run(
-            table, self._fanouts, flags, seed_data, arenas, known, filled
-        )
-        num_dst = num_nodes[-2] if options.once and len(num_nodes) > 1 else num_nodes[:-1].sum(0)
-        num_offsets = num_dst + (1 if options.once else len(self._fanouts))
+        known = np.zeros(len(graph.num_nodes), np.int64)
+        for t, ids in seeds:
+            known[t] = ids.numel()
+        num_nodes, num_edges = self._run(self._fanouts, flags, seed_data, arenas, known)
+        counts = num_nodes.tolist()
+        known, filled = num_nodes[-1], num_edges[-1]
+        num_hops = len(self._fanouts)
         if options.induced:
-            flags[[field.INDUCED, field.INSERT]], filled[:] = (1, 0), 0
+            flags[field.INDUCED], flags[field.INSERT] = 1, 0
             every = np.full((1, len(graph.relations)), ALL)
-            _, num_edges = self._run(table, every, flags, seed_data, arenas, known, filled)
-            num_offsets = known + 1
-        workspace.base += max([*known.tolist(), 1])
-        num_offsets = num_offsets[table[:, field.DST]]
+            _, num_edges = self._run(every, flags, seed_data, arenas, known)
+            filled, num_offsets = num_edges[-1], [each + 1 for each in counts[-1]]
+        elif not num_hops:
+            num_offsets = [int(options.once)] * len(known)
+        elif options.once:
+            num_offsets = [each + 1 for each in counts[-2]]
+        else:
+            num_offsets = [sum(each) + num_hops for each in zip(*counts[:-1], strict=True)]
+        workspace.base += max([*counts[-1], 1])
+        offsets, edges = [num_offsets[t] for t in self._destinations], filled.tolist()
         sampled = Sample(
-            nodes=arenas.views(arenas.nodes, 0, known),
-            subgraphs=arenas.views(arenas.trees, 0, known) if options.disjoint else None,
-            indptr=arenas.views(arenas.indptr, 1, num_offsets),
-            indices=arenas.views(arenas.indices, 2, filled),
-            edge_ids=arenas.views(arenas.edge_ids, 2, filled) if options.edge_ids else None,
-            num_nodes=num_nodes.tolist(),
+            nodes=arenas.views(arenas.ids, 0, counts[-1]),
+            subgraphs=arenas.views(arenas.trees, 0, counts[-1]) if options.disjoint else None,
+            indptr=arenas.views(arenas.ids, 1, offsets),
+            indices=arenas.views(arenas.indices, 2, edges),
+            edge_ids=arenas.views(arenas.edge_ids, 2, edges) if options.edge_ids else None,
+            num_nodes=counts,
             num_edges=num_edges.tolist(),
             is_prefix=options.once or options.induced,
         )
-        # the layout of later batches
-        arenas.set_later_capacities(known + 1, num_offsets, filled)
+        if arenas.needed:
+            arenas.set_later_capacities(known + 1, np.asarray(offsets), filled)
+        if excluded:
+            workspace.exclude(dict.fromkeys(excluded, _NONE))
         self._idle.append(workspace)
         return sampled
 
     def _run(
         self,
-        table: IdArray,
         fanouts: IdArray,
         flags: IdArray,
         seed_data: tuple[IdArray, IdArray],
         arenas: "_Arenas",
-        known: IdArray,
-        filled: IdArray,
+        num_seeds: IdArray,
     ) -> tuple[IdArray, IdArray]:
         """Call the kernel until it is done; return the nodes and edges before each hop."""
         graph, workspace = self.graph, arenas.workspace
-        num_nodes = np.zeros((len(fanouts) + 1, len(known)), np.int64)
-        num_edges = np.zeros((len(fanouts) + 1, len(filled)), np.int64)
-        num_nodes[0] = known
+        num_nodes = np.zeros((len(fanouts) + 1, len(num_seeds)), np.int64)
+        num_edges = np.zeros((len(fanouts) + 1, len(graph.relations)), np.int64)
+        num_nodes[0] = num_nodes[-1] = num_seeds
         progress = np.zeros(field.NUM_PROGRESS, np.int64)
         progress[field.DESTINATION] = -1
         while True:
             flags[field.BASE] = workspace.base
             sample_hops(
-                table,
-                graph.types,
+                workspace.relations,
+                workspace.types,
                 fanouts,
                 flags,
                 workspace.tables,
                 seed_data,
-                arenas.numpy(),
-                workspace.layout,
-                (num_nodes, num_edges, known, filled),
+                arenas.arrays,
+                (num_nodes, num_edges),
                 progress,
             )
             status, where, needed, _, r, destination = progress.tolist()
@@ -372,8 +394,8 @@ class HopSampler:
             if status == field.INVALID_COLUMN:
                 t = graph.relations[r].dst
                 begin = workspace.first[0][t]
-                end = begin + min(int(known[t]), destination + field.CHUNK_DESTINATIONS)
-                raise graph.find_damage(r, arenas.nodes[begin + destination : end])
+                end = begin + min(int(num_nodes[-1, t]), destination + field.CHUNK_DESTINATIONS)
+                raise graph.find_damage(r, arenas.ids[begin + destination : end])
             if status == field.NEED_SLOTS:
                 workspace.grow_table(needed)
                 flags[field.INSERT] = 1
@@ -384,29 +406,33 @@ class HopSampler:
                     f"nodes or {MAX_EDGES} edges of one type\n\n"
                     "hint: use fewer seeds or smaller fanouts"
                 )
-            arenas.grow(status, where, needed, known, filled)
+            arenas.grow(status, where, needed, num_nodes[-1], num_edges[-1])
 
     def _place_seeds(
         self,
         arenas: "_Arenas",
-        seeds: Sequence[tuple[int, Tensor]],
+        seeds: Seeds,
         seed_times: Tensor | None,
         total: int,
     ) -> tuple[IdArray, IdArray]:
         """Write the seeds to their regions; return key words and times of disjoint subgraphs."""
         is_disjoint, is_temporal = self.options.disjoint, self.options.temporal is not None
-        keys = np.zeros((max(total, 1) if is_disjoint else 1, 2), np.int64)
-        times = seed_times.numpy() if is_temporal and seed_times is not None else _NO_TIMES
+        keys = np.zeros((max(total, 1), 2), np.int64) if is_disjoint else _NO_KEYS
+        times = seed_times.numpy() if is_temporal and seed_times is not None else _NO_IDS
+        nodes, *_, trees = arenas.arrays
         first = 0
         for t, ids in seeds:
-            begin, last = arenas.workspace.first[0][t], first + len(ids)
-            arenas.nodes[begin : begin + len(ids)] = ids
+            given, last = ids.numpy(), first + ids.numel()
+            begin = arenas.workspace.first[0][t]
+            nodes[begin : begin + len(given)] = given
             if is_disjoint:
-                torch.arange(first, last, out=arenas.trees[begin : begin + len(ids)])
+                trees[begin : begin + len(given)] = np.arange(first, last)
                 key = self.graph.type_keys[t]
-                subgraph_keys(ids.numpy(), times[first:last], *key, keys[first:last])
+                subgraph_keys(given, times[first:last], *key, keys[first:last])
             first = last
         return keys, times
 
 
-_NO_TIMES = np.zeros(0, np.int64)
+_NONE = torch.empty(0, dtype=torch.int64)
+_NO_IDS = np.zeros(0, np.int64)
+_NO_KEYS = np.zeros((1, 2), np.int64)

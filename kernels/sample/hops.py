@@ -2,9 +2,9 @@
 
 The result of a batch is a few vectors, each with a region for every node type or edge type:
 
-- nodes: (T regions) int64, the sampled nodes, the seeds first;
-- trees: like nodes, int64, the subgraph of each node; only of disjoint subgraphs;
-- indptr: (R regions) int64, offsets by destination;
+- ids: int64, T regions of the sampled nodes, the seeds first, then R regions of offsets by
+  destination;
+- trees: (T regions) int64, the subgraph of each node; only of disjoint subgraphs;
 - indices: (R regions) int32, local ids of the sources, in the order of the destinations;
 - edge ids: like indices, int64; only if they are wanted.
 
@@ -196,13 +196,13 @@ def _find_local(key, base, tables):
 
 
 @njit(cache=True, nogil=True)
-def _insert(types, known, nodes, trees, node_first, tables, num_keys, base):
+def _insert(types, known, nodes, trees, tables, num_keys, base):
     """Insert the known nodes; duplicates get the first local id. Return whether there are any."""
     direct_table, hash_table, wide_table = tables
     has_duplicates = False
     for t in range(len(types)):
         for i in range(known[t]):
-            at = node_first[t] + i
+            at = types[t, field.NODE_FIRST] + i
             key = types[t, field.FIRST_KEY] + nodes[at]
             if len(trees):
                 key += trees[at] * num_keys
@@ -267,7 +267,7 @@ def _stop(progress, status, place, where, needed):
 
 @njit(cache=True, nogil=True)
 def sample_hops(
-    relations, types, fanouts, options, tables, seed_data, out, layout, counts, progress
+    relations, types, fanouts, options, tables, seed_data, out, counts, progress
 ):  # fmt: skip
     """Sample all hops of all edge types; resume from `progress`, which receives the status.
 
@@ -282,24 +282,21 @@ def sample_hops(
             the nodes before hop 0 are found.
         tables: the direct table, the hash table and that of wide keys; two are empty.
         seed_data: (S, 2) int64 key words and (S,) int64 times of disjoint subgraphs.
-        out: nodes, indptr, indices, edge ids and trees; the latter two are empty if not wanted.
-        layout: first elements and capacities of the regions: 2 x (T,), 2 x (R,), 2 x (R,) int64.
-        counts: (L + 1, T) nodes before each hop and at the end; (L + 1, R) edges likewise; (T,)
-            nodes and (R,) edges so far.
+        out: ids, indices, edge ids and trees; the latter two are empty if not wanted.
+        counts: (L + 1, T) nodes before each hop, and (L + 1, R) edges likewise; the last rows are
+            the nodes and edges so far.
         progress: (NUM_PROGRESS,) int64.
     """
     direct_table, hash_table, wide_table = tables
     tree_keys, seed_times = seed_data
-    nodes, indptr, indices, edge_ids, trees = out
-    node_first, node_capacity, indptr_first, indptr_capacity, edge_first, edge_capacity = layout
-    num_nodes, num_edges, known, filled = counts
+    nodes, indices, edge_ids, trees = out
+    num_nodes, num_edges = counts
     once, replace, base = options[field.ONCE] != 0, options[field.REPLACE] != 0, options[field.BASE]
     is_disjoint, is_induced = options[field.DISJOINT] != 0, options[field.INDUCED] != 0
     num_hops, num_relations = fanouts.shape
+    known, filled = num_nodes[num_hops], num_edges[num_hops]
     if options[field.INSERT]:
-        has_duplicates = _insert(
-            types, known, nodes, trees, node_first, tables, options[field.NUM_KEYS], base
-        )
+        has_duplicates = _insert(types, known, nodes, trees, tables, options[field.NUM_KEYS], base)
         if (
             progress[field.HOP] == 0
             and progress[field.RELATION] == 0
@@ -328,11 +325,11 @@ def sample_hops(
                 before = num_edges[hop, r]
                 for earlier in range(hop):
                     own_first += num_nodes[earlier, d] + 1
-            if own_first + end + 1 > indptr_capacity[r]:
+            if own_first + end + 1 > relation[field.INDPTR_CAPACITY]:
                 place = hop, r, progress[field.DESTINATION]
                 _stop(progress, field.NEED_INDPTR, place, r, own_first + end + 1)
                 return
-            offsets = indptr[indptr_first[r] + own_first :]
+            offsets = nodes[relation[field.INDPTR_FIRST] + own_first :]
             destination = progress[field.DESTINATION]
             progress[field.DESTINATION] = -1
             if destination < 0:
@@ -342,9 +339,10 @@ def sample_hops(
                 for i in range(begin, end):
                     offsets[i + 1] = filled[r] - before
                 continue
-            first_node = node_first[s]
-            destinations = nodes[node_first[d] : node_first[d] + end]
-            own_trees = trees[node_first[d] : node_first[d] + (end if is_disjoint else 0)]
+            first_node, node_capacity = types[s, field.NODE_FIRST], types[s, field.NODE_CAPACITY]
+            first = types[d, field.NODE_FIRST]
+            destinations = nodes[first : first + end]
+            own_trees = trees[first : first + (end if is_disjoint else 0)]
             num_src, first_key = types[s, field.NUM_NODES], types[s, field.FIRST_KEY]
             is_dated = options[field.TEMPORAL] and (
                 relation[field.EDGE_TIME] or relation[field.NODE_TIME]
@@ -378,11 +376,11 @@ def sample_hops(
                 bound = count + total + 1
                 if not is_disjoint:
                     bound = min(bound, num_nodes[0, s] + num_src + 1)
-                if edge + total > edge_capacity[r]:
+                if edge + total > relation[field.EDGE_CAPACITY]:
                     status, needed = int64(field.NEED_EDGES), edge + total
                 elif is_induced:
                     pass
-                elif bound > node_capacity[s]:
+                elif bound > node_capacity:
                     status, needed = int64(field.NEED_NODES), bound
                 elif not len(direct_table):
                     slots = SLOTS_PER_NODE * (known.sum() + bound - count)
@@ -414,7 +412,7 @@ def sample_hops(
                     )  # fmt: skip
                 if relation[field.NUM_EXCLUDED]:
                     skip_excluded(relation, begins, firsts, size, positions, ends)
-                at = edge_first[r] + edge
+                at = relation[field.EDGE_FIRST] + edge
                 local_ids = indices[at : at + total]
                 if is_induced:
                     total = _keep_known(
@@ -445,7 +443,7 @@ def sample_hops(
                 if _is_any_out_of_range(sources, num_src):
                     _stop(progress, field.INVALID_COLUMN, (hop, r, destination), r, 0)
                     return
-                own_nodes = nodes[first_node : first_node + node_capacity[s]]
+                own_nodes = nodes[first_node : first_node + node_capacity]
                 if len(direct_table):
                     own_table = direct_table[first_key : first_key + num_src]
                     known[s] = _relabel_direct(
@@ -455,7 +453,7 @@ def sample_hops(
                     # without disjoint subgraphs, `trees` is empty
                     known[s] = _relabel_wide(
                         sources, wide_table, first_key, options[field.NUM_KEYS], base, own_nodes,
-                        trees[first_node : first_node + node_capacity[s]], count, local_ids, ends,
+                        trees[first_node : first_node + node_capacity], count, local_ids, ends,
                         size, chunk_trees,
                     )  # fmt: skip
                 else:

@@ -15,7 +15,8 @@ from numba import carray, int64, njit  # type: ignore[attr-defined]
 from gcnzc.kernels.memory import pointer, prefetch
 
 # columns of the table of edge types: addresses (0 for an array that is absent), sizes, types, and
-# the Philox key; EXCLUDED has the positions of excluded edges, see `gcnzc.kernels.sample.columns`
+# the Philox key; EXCLUDED has the positions of excluded edges, see `gcnzc.kernels.sample.columns`;
+# the first elements and capacities of the regions of offsets and of edges in a batch
 (
     INDPTR,
     INDICES,
@@ -31,11 +32,16 @@ from gcnzc.kernels.memory import pointer, prefetch
     WEIGHT,
     EXCLUDED,
     NUM_EXCLUDED,
+    INDPTR_FIRST,
+    INDPTR_CAPACITY,
+    EDGE_FIRST,
+    EDGE_CAPACITY,
     NUM_RELATION_COLUMNS,
-) = range(15)
+) = range(19)
 
-# columns of the table of node types: the key of the first node, and the number of nodes
-FIRST_KEY, NUM_NODES, NUM_TYPE_COLUMNS = range(3)
+# columns of the table of node types: the key of the first node, the number of nodes, and the first
+# element and the capacity of the region of nodes in a batch
+FIRST_KEY, NUM_NODES, NODE_FIRST, NODE_CAPACITY, NUM_TYPE_COLUMNS = range(5)
 
 # fields of the options; INSERT: the table does not have the known nodes yet; BASE: see `Workspace`
 (
