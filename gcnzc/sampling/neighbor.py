@@ -149,20 +149,14 @@ class Sampler:
         num_nodes = [own for (own,) in sampled.num_nodes]
         num_edges = [own for (own,) in sampled.num_edges]
         sizes = [after - before for before, after in pairwise(num_edges)]
-        ids = (
-            sampled.edge_ids[0].split_with_sizes(sizes) if sampled.edge_ids else [None] * len(sizes)
-        )
-        hops = zip(
-            indptr.split_with_sizes([num_dst + 1 for num_dst in num_nodes[:-1]]),
-            indices.split_with_sizes(sizes),
-            num_nodes[1:],
-            num_nodes[:-1],
-            ids,
-            strict=True,
-        )
+        ids: Sequence[Tensor | None] = [None] * len(sizes)
+        if sampled.edge_ids:
+            ids = sampled.edge_ids[0].split_with_sizes(sizes)
+        columns = indptr.split_with_sizes([num_dst + 1 for num_dst in num_nodes[:-1]])
+        hops = zip(columns, indices.split_with_sizes(sizes), pairwise(num_nodes), ids, strict=True)
         blocks = [
-            Block(*own, num_src, num_dst, nodes[:num_src], self.graph, edge_ids)
-            for *own, num_src, num_dst, edge_ids in hops
+            Block(offsets, sources, num_src, num_dst, nodes[:num_src], self.graph, edge_ids)
+            for offsets, sources, (num_dst, num_src), edge_ids in hops
         ]
         blocks.reverse()
         sample_s = time.perf_counter() - begin_s
