@@ -275,7 +275,8 @@ def dgl_cases():
     dgl = import_dgl()
     graph, sampler = dgl.graph(tuple(EDGE)), dgl.dataloading.NeighborSampler([2])
     accepts = {"indices": ([],), "ddp_seed": SEED, "seed": (None, -5), "tables": (None, {})}
-    accepts |= {"drop_last": FLAG, "shuffle": FLAG, "device": OPTIONAL, "generator": OPTIONAL}
+    accepts |= {"drop_last": FLAG, "shuffle": (None, True), "device": OPTIONAL}
+    accepts |= {"generator": OPTIONAL}
     return {
         "DataLoader": Case(
             DataLoader,

@@ -14,6 +14,7 @@ from torch import Tensor
 from gcnzc.features.pinning import pinned
 from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.buffers import Pool
+from gcnzc.loader.checks import is_copied
 
 # reused, since page faults of new memory would take longer than the gather
 _pool = Pool()
@@ -63,6 +64,13 @@ class Column:
         """Whether `gcnzc.Loader` can prefetch the rows."""
         can = self.is_on_host or self.rows.device == self._device
         return can and self.table is not None and self.rows.ndim > 1
+
+    @property
+    def is_read_in_place(self) -> bool:
+        """Whether the GPU of the minibatches can read the rows, once they are locked."""
+        if self._device.type != "cuda" or self.table is None or not self.is_prefetched:
+            return False
+        return not self.table.is_sparse and not is_copied(self._device, self.table)
 
     def lock(self) -> FeatureTable | None:
         """Return the rows as a table, page-locked if the minibatches are on a GPU.
@@ -138,3 +146,15 @@ def gather_on_host(table: FeatureTable, ids: Tensor, threads: int | None = None)
     """
     out = _pool.empty((len(ids), table.num_columns), table.dtype)
     return table.gather(ids, out, threads=threads)
+
+
+def gather_ids(ids: Tensor, positions: Tensor) -> Tensor:
+    """Return (B,) elements of a vector on the host, in the calling thread.
+
+    Args:
+        ids: (N,) on the host.
+        positions: (B,) int64 on the host, in range.
+    """
+    table = as_table(ids)
+    assert table is not None, "a vector is a table of one column"
+    return gather_on_host(table, positions, threads=1).flatten()

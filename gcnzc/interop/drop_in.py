@@ -16,11 +16,11 @@ import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -36,12 +36,12 @@ from gcnzc.interop.options import Options, generator, seed_of
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.threads import ForkSafeLock
 from gcnzc.loader.base import Batches, stop_iteration_error
-from gcnzc.loader.checks import default_threads
+from gcnzc.loader.checks import check_loader_device, default_threads
 from gcnzc.loader.loader import Loader
 from gcnzc.loader.seeds import Shares, epoch_order
 from gcnzc.loader.state import PARTITION, check_position, check_state
 from gcnzc.loader.transfer import Transfer
-from gcnzc.sampling.batch import ONE_TYPE, Batch
+from gcnzc.sampling.batch import Batch, CopyTensors
 from gcnzc.system.arguments import check_epoch, check_kind, check_seed, describe
 
 has_warned_about_ranks = False
@@ -107,52 +107,32 @@ def as_items(given: Any, num_items: int, where: str) -> Tensor:
             position.
         IndexError: an index is out of range; the message has the value and its position.
     """
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable) or _is_scalar(given):
-        raise TypeError(f"{where} is {describe(given)}, not a list of integers\n\n{_HINT}")
-    if isinstance(given, Tensor | np.ndarray) and _is_integral(given) and given.ndim == 1:
-        values = given.tolist()
-    else:
-        values = [
-            value if type(value) is int else _as_integer(value, place, where)
-            for place, value in enumerate(given)
-        ]
-    if values and not 0 <= min(values) <= max(values) < num_items:
-        place = next(i for i, value in enumerate(values) if not 0 <= value < num_items)
-        raise IndexError(
-            f"{where} has {describe(values[place])} at position {place}, but the loader "
-            f"has {num_items} items\n\n{_HINT}"
-        )
+    try:
+        values = given.tolist() if getattr(given, "ndim", 0) == 1 else list(given)
+    except TypeError:
+        raise TypeError(f"{where} is {describe(given)}, not a list of integers") from None
+    for place, value in enumerate(values):
+        if type(value) is not int:
+            values[place] = value = _as_integer(value, place, where)
+        if not 0 <= value < num_items:
+            raise IndexError(
+                f"{where} has {describe(value)} at position {place}, but the loader has "
+                f"{num_items} items"
+            )
     return torch.tensor(values, dtype=torch.int64)
 
 
-_HINT = (
-    "hint: an item is an index of the nodes or edges that the loader was given, counted from 0; a "
-    "mask becomes indices by .nonzero().flatten()"
-)
-
-
 def _as_integer(value: Any, place: int, where: str) -> int:
-    is_array = isinstance(value, Tensor | np.ndarray | np.generic)
-    is_flag = isinstance(value, bool) or (is_array and not _is_integral(value))
+    # also a tensor or a NumPy number
+    is_flag = str(getattr(value, "dtype", type(value).__name__)).endswith("bool")
     try:
         if not is_flag:
             return operator.index(value)
     except (TypeError, RuntimeError):
         pass
-    shown = value.item() if is_array and _is_scalar(value) else value
-    raise TypeError(f"{where} has {describe(shown)} at position {place}, not an integer\n\n{_HINT}")
-
-
-def _is_integral(values: Any) -> bool:
-    """Whether the dtype of a tensor, an array or a NumPy number is one of integers."""
-    if isinstance(values, Tensor):
-        kinds = values.dtype.is_floating_point, values.dtype.is_complex, values.dtype == torch.bool
-        return not any(kinds)
-    return values.dtype.kind in "iu"
-
-
-def _is_scalar(given: Any) -> bool:
-    return isinstance(given, Tensor | np.ndarray | np.generic) and given.ndim == 0
+    if isinstance(value, Tensor | np.generic) and value.ndim == 0:
+        value = value.item()
+    raise TypeError(f"{where} has {describe(value)} at position {place}, not an integer")
 
 
 T = TypeVar("T")
@@ -160,29 +140,80 @@ T = TypeVar("T")
 # `Loader` requires a graph, and uses it only for minibatches of its own samplers
 NO_GRAPH = Graph.from_edges(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), 1)
 
+# by node type the name and the column of the features that `InnerLoader` gathers for a GPU
+Prefetched: TypeAlias = Mapping[str, tuple[str, Column]]
+
 
 @dataclass
 class LibraryBatch(Batch):
-    """A minibatch of `InnerLoader`, with the other parts of the library's in `parts`."""
+    """A minibatch of `InnerLoader`, before it becomes a minibatch of the library.
 
+    Attributes:
+        by_type: node ids by node type, on the device of the minibatch.
+        values: by type and name; those that are plain tensors on the host are copied to the device.
+        prefetched: the features that the loader adds to `values`.
+        parts: other parts, which are not copied.
+    """
+
+    by_type: Mapping[str, Tensor] = field(default_factory=dict)
+    values: dict[Any, Any] = field(default_factory=dict)
+    prefetched: Prefetched = field(default_factory=dict)
     parts: Any = None
+
+    @classmethod
+    def of(
+        cls, by_type: Mapping[str, Tensor], values: Any, prefetched: Prefetched, parts: Any
+    ) -> Self:
+        """Return a minibatch without blocks."""
+        nodes = next(iter(by_type.values()), torch.empty(0, dtype=torch.int64))
+        return cls(
+            *(nodes, nodes[:0], ()),
+            by_type=by_type,
+            values=values,
+            prefetched=prefetched,
+            parts=parts,
+        )
+
+    def node_ids(self) -> dict[str, Tensor]:
+        """Return the ids of all nodes by node type."""
+        return dict(self.by_type)
+
+    def copy_tensors(self, nodes: Mapping[str, Tensor], copy: CopyTensors) -> Self:
+        """Return a minibatch with copies of the values on the host that are plain tensors.
+
+        Args:
+            nodes: copies of `node_ids`.
+            copy: returns copies of tensors of one dtype.
+        """
+        copies = {id(ids): nodes[kind] for kind, ids in self.by_type.items()}
+        by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
+        for value in self.values.values():
+            is_plain = type(value) is Tensor and value.layout == torch.strided
+            if is_plain and value.device.type == "cpu" and id(value) not in copies:
+                by_dtype.setdefault(value.dtype, {})[id(value)] = value
+        for sources in by_dtype.values():
+            copies |= zip(sources, copy([*sources.values()]), strict=True)
+        values = {key: copies.get(id(value), value) for key, value in self.values.items()}
+        return replace(self, by_type=nodes, values=values)
+
+    def set_features(self, x: Mapping[str, Tensor]) -> None:
+        """Add the features that the loader has gathered, by node type."""
+        for kind, rows in x.items():
+            name, column = self.prefetched[kind]
+            self.values[kind, name] = rows.view(len(rows), *column.shape)
 
 
 class InnerLoader(Loader):
-    """A `Loader` that can gather the features of several node types.
+    """A `Loader` that gathers the features of several node types for a GPU.
 
     Args:
-        graph: see `Loader`.
-        tables: features by the node types of the minibatches. Those of `ONE_TYPE` are gathered for
-            any device, and those of other types only for a GPU.
-        args, kwargs: the other arguments of `Loader`.
+        tables: features by the node types of the minibatches.
+        args, kwargs: the arguments of `Loader` after the table.
     """
 
-    def __init__(
-        self, graph: Graph, tables: Mapping[str, FeatureTable], *args: Any, **kwargs: Any
-    ) -> None:
+    def __init__(self, tables: Mapping[str, FeatureTable], *args: Any, **kwargs: Any) -> None:
         self.tables = tables
-        super().__init__(graph, tables.get(ONE_TYPE), *args, **kwargs)
+        super().__init__(NO_GRAPH, None, *args, **kwargs)
 
     def with_sampler(self, sampler: Any) -> Self:
         """Return a loader with another sampler, and the same streams and memory."""
@@ -355,7 +386,6 @@ class DropInLoader(DataLoader[Any], ABC):
     or the end of its last reference.
 
     Args:
-        graph: the graph whose neighbours are sampled.
         items: the nodes or edges to iterate over.
         num_items: the number of items.
         options: see `Options`.
@@ -378,7 +408,7 @@ class DropInLoader(DataLoader[Any], ABC):
         loader._arguments = args, kwargs
         return loader
 
-    def __init__(self, graph: Graph, items: Tensor, num_items: int, options: Options) -> None:
+    def __init__(self, items: Tensor, num_items: int, options: Options) -> None:
         self.options = options
         # the arguments as given: Lightning reads these attributes to reconstruct the loader
         self.seed, self.rank, self.world_size = options.seed, options.rank, options.world_size
@@ -386,11 +416,10 @@ class DropInLoader(DataLoader[Any], ABC):
         self._seed = seed_of(options)
         self._epochs = EpochCounter()
         self._init_torch_loader(num_items)
-        self.device = options.device
+        self.device = check_loader_device(options.device, None, 0.0)
         # read by `gcnzc.Loader`, which may add page-locked memory to the pool for copies to a GPU
         self.num_items = num_items
         self.pool = Pool()
-        self._graph = graph
         self._crc32 = zlib.crc32(items.cpu().contiguous().numpy().data)
         self._locks = ExitStack()
         self._unlock = weakref.finalize(self, self._locks.close)
@@ -600,13 +629,9 @@ class DropInLoader(DataLoader[Any], ABC):
         items = sampler.items(iteration.epoch)
         return (items[shares.seed_range(step)] for step in range(begin, len(shares)))
 
-    def _set_prefetched_column(self, column: Column | None) -> None:
-        """Set the column that `gcnzc.Loader` gathers as `batch.x` from the next epoch on."""
-        table = None if column is None else column.lock()
-        self._set_prefetched_tables({} if table is None else {ONE_TYPE: table})
-
-    def _set_prefetched_tables(self, tables: Mapping[str, FeatureTable]) -> None:
-        """Set the features that `gcnzc.Loader` gathers from the next epoch on, by node type."""
+    def _set_prefetched(self, prefetched: Prefetched) -> None:
+        """Set the features that the loader gathers for a GPU from the next epoch on."""
+        tables = {kind: column.table for kind, (_, column) in prefetched.items() if column.table}
         last = self._loader.tables
         if tables.keys() != last.keys() or any(tables[name] is not last[name] for name in tables):
             self._loader = self._open_loader(tables)
@@ -614,7 +639,6 @@ class DropInLoader(DataLoader[Any], ABC):
     def _open_loader(self, tables: Mapping[str, FeatureTable]) -> InnerLoader:
         # `_steps` determines the items of each batch; the seeds given to `Loader` are not used
         return InnerLoader(
-            self._graph,
             tables,
             torch.arange(self.num_items),
             (),

@@ -13,7 +13,14 @@ from torch.utils.data import DataLoader
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.philox import philox4x32_reference, split_key
-from gcnzc.system.arguments import THREADS_LIMIT, check_flag, check_integer, check_kind, check_seed
+from gcnzc.system.arguments import (
+    THREADS_LIMIT,
+    check_device,
+    check_flag,
+    check_integer,
+    check_kind,
+    check_seed,
+)
 
 # Arguments of torch.utils.data.DataLoader about its worker processes and the memory of their
 # results. They have no effect here, since threads make the minibatches in the training process.
@@ -86,27 +93,37 @@ class Options:
         )
 
 
-def split_options(kwargs: dict[str, Any]) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Separate torch's DataLoader arguments, except `batch_size`, `shuffle` and `drop_last`.
+def make_options(loader_name: str, kwargs: Mapping[str, Any], **own: Any) -> Options:
+    """Return the options of a loader.
 
     Args:
-        kwargs: keyword arguments of a drop-in loader.
-
-    Returns:
-        `num_workers`, the other arguments of torch's DataLoader, and the remaining arguments.
+        loader_name: for error messages.
+        kwargs: arguments of torch's `DataLoader`.
+        own: other fields of `Options`.
 
     Raises:
-        TypeError: `num_workers` is not an integer.
-        ValueError: `num_workers` is below 0 or too large.
+        TypeError: an argument is unknown or has a wrong type.
+        ValueError: an argument is out of range or not supported.
     """
-    rest = dict(kwargs)
-    num_workers = check_integer("num_workers", rest.pop("num_workers", 0), 0, THREADS_LIMIT)
-    # set by Lightning when it reconstructs a loader
+    rest = {"num_workers": 0, "batch_size": 1, "shuffle": False, "drop_last": False, **kwargs}
+    # set by Lightning when it reconstructs a loader; PyG's loaders ignore `collate_fn` too
     rest.pop("dataset", None)
+    rest.pop("collate_fn", None)
     given = {name: rest.pop(name) for name in (*WITHOUT_EFFECT, *ORDERING) if name in rest}
-    known = inspect.signature(DataLoader.__init__).parameters
     # older versions of torch lack some
-    return num_workers, {name: given[name] for name in given if name in known}, rest
+    known = inspect.signature(DataLoader.__init__).parameters
+    sizes = {name: rest.pop(name) for name in ("batch_size", "shuffle", "drop_last")}
+    num_workers = check_integer("num_workers", rest.pop("num_workers"), 0, THREADS_LIMIT)
+    if rest:
+        raise TypeError(f"{loader_name} has no argument {', '.join(sorted(rest))}")
+    if sizes["batch_size"] is None:
+        raise ValueError(f"{loader_name} does not support batch_size=None\n\nhint: batch_size=1")
+    return Options(
+        **sizes | {"shuffle": False if sizes["shuffle"] is None else sizes["shuffle"]},
+        **own | {"device": check_device("device", own["device"])},
+        num_workers=num_workers,
+        dataloader_options={name: given[name] for name in given if name in known},
+    )
 
 
 def check_tables(tables: Any) -> None:

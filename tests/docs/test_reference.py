@@ -28,7 +28,11 @@ PACKAGES = (
     *(".loader", ".models", ".optim", ".sampling", ".testing", ".train"),
 )
 # public names of modules without `__all__`
-OTHERS = ("gcnzc.interop.graphbolt.feature", "gcnzc.interop.lightning.DataModule")
+OTHERS = (
+    "gcnzc.interop.graphbolt.feature",
+    "gcnzc.interop.lightning.DataModule",
+    "gcnzc.interop.pyg.sampler.NeighborSampler",
+)
 DIRECTIVE = re.compile(r"^\.\. auto\w+:: ([\w.]+)", re.MULTILINE)
 EXAMPLE = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from pyg_or_skip import pyg
+from pyg_recorded import assert_equal
 from torch_geometric.data import Data
 from torch_geometric.nn import GraphSAGE
 from torch_geometric.sampler.base import NumNeighbors
@@ -10,6 +11,7 @@ from torch_geometric.sampler.base import NumNeighbors
 import gcnzc.interop.pyg as interop_pyg
 from gcnzc import FeatureTable
 from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader
+from gcnzc.interop.pyg.sampler import NeighborSampler
 
 NODES, EDGES = 30, 200
 NO_NODES, NO_EDGES = torch.zeros(NODES, dtype=torch.bool), torch.empty(2, 0, dtype=torch.int64)
@@ -53,7 +55,7 @@ def test_num_neighbors_may_be_pygs_class(data):
         for numbers in ([3, 2], NumNeighbors([3, 2]))
     )
     assert torch.equal(plain.e_id, named.e_id)
-    with pytest.raises(ValueError, match="does not support num_neighbors by edge type"):
+    with pytest.raises(ValueError, match="a Data has no edge types"):
         NeighborLoader(data, NumNeighbors({("a", "to", "b"): [3]}))
 
 
@@ -62,9 +64,11 @@ def test_items_may_have_the_type_none_and_no_other(data):
     assert NeighborLoader(data, [2], (None, [3, 1])).input_data.node.tolist() == [3, 1]
     links = LinkNeighborLoader(data, [2], (None, edges)).input_data
     assert torch.equal(torch.stack([links.row, links.col]), edges)
-    with pytest.raises(ValueError, match="not support types, but input_nodes has 'paper'"):
+    with pytest.raises(
+        ValueError, match="input_nodes has the type 'paper', but a Data has no types"
+    ):
         NeighborLoader(data, [2], ("paper", [3, 1]))
-    with pytest.raises(ValueError, match="not support types, but edge_label_index has 'paper'"):
+    with pytest.raises(ValueError, match=r"edge_label_index has the type .*, but a Data has none"):
         LinkNeighborLoader(data, [2], (("paper", "to", "paper"), edges))
 
 
@@ -128,3 +132,47 @@ def test_names_that_are_not_replaced_are_pygs(data, monkeypatch):
     assert sum(batch.num_nodes for batch in RandomNodeLoader(data, 4)) == NODES
     with pytest.raises(ImportError, match="cannot import name 'NoLoader'"):
         from gcnzc.interop.pyg import NoLoader  # noqa: F401
+
+
+@pytest.mark.parametrize("subgraph_type", ["directional", "bidirectional", "induced"])
+def test_pygs_loaders_of_nodes_and_edges_accept_the_sampler(data, subgraph_type):
+    data = data.clone()
+    data.edge_attr = torch.arange(EDGES)
+    typed = data.to_heterogeneous(
+        node_type_names=["user"], edge_type_names=[("user", "to", "user")]
+    )
+    for given, kind in ((data, None), (typed, "user")):
+        sampler = NeighborSampler(given, [3, 2], subgraph_type, seed=3)
+        edge_type = kind and (kind, "to", kind)
+        links = {"edge_label_index": (edge_type, data.edge_index), "neg_sampling": "binary"}
+        for Loader, items in (
+            (pyg.loader.NodeLoader, {"input_nodes": kind}),
+            (pyg.loader.LinkLoader, links if kind else {"neg_sampling": "triplet"}),
+        ):
+            torch.manual_seed(1)
+            first, second = (list(Loader(given, sampler, batch_size=9, **items)) for _ in range(2))
+            torch.manual_seed(1)
+            for batch, other in zip(
+                first, Loader(given, sampler, batch_size=9, **items), strict=True
+            ):
+                assert_equal(batch, other)
+                nodes, edges = batch if kind is None else batch[kind], batch
+                edges = batch if kind is None else batch[edge_type]
+                assert torch.equal(nodes.x, data.x[nodes.n_id])
+                if "e_id" in edges:
+                    found = nodes.n_id[edges.edge_index]
+                    reverse = subgraph_type == "bidirectional"
+                    ends = data.edge_index[:, edges.e_id]
+                    is_own = (found == ends).all(0)
+                    assert bool((is_own | (reverse & (found == ends.flip(0)).all(0))).all())
+            assert any(len(one.n_id if kind is None else one[kind].n_id) for one in second)
+
+
+def test_the_sampler_samples_by_time_in_subgraphs_of_their_own(data):
+    data = data.clone()
+    data.born = torch.arange(NODES)
+    sampler = NeighborSampler(data, [3, 2], time_attr="born")
+    times = torch.arange(NODES).clamp(min=9)
+    for batch in pyg.loader.NodeLoader(data, sampler, input_time=times, batch_size=7):
+        assert bool((batch.born <= batch.seed_time[batch.batch]).all())
+    assert NeighborSampler(data, [3], disjoint=True).disjoint

@@ -52,8 +52,8 @@ def test_the_signature_begins_with_dgls():
         (loading.MultiLayerNeighborSampler([3, 2], **PREFETCH), "gcnzc"),
         (loading.NeighborSampler([3, 2], prefetch_node_feats={"_N": ["cube", "feat"]}), "gcnzc"),
         (loading.MultiLayerFullNeighborSampler(2, **PREFETCH), "gcnzc"),
-        (loading.NeighborSampler([3, 2], edge_dir="in", prob="weight", **PREFETCH), "dgl"),
-        (loading.NeighborSampler([3, 2], replace=True, **PREFETCH), "dgl"),
+        (loading.NeighborSampler([3, 2], edge_dir="in", prob="weight", **PREFETCH), "gcnzc"),
+        (loading.NeighborSampler([3, 2], replace=True, **PREFETCH), "gcnzc"),
         (loading.NeighborSampler([3, 2], fused=False, **PREFETCH), "gcnzc"),
         (loading.LaborSampler([3, 2], **PREFETCH), "dgl"),
         (loading.LaborSampler([3, 2], importance_sampling=1, **PREFETCH), "dgl"),
@@ -157,16 +157,19 @@ def test_negatives_may_be_those_of_a_user(graph):
         ({"graph_sampler": loading.ShaDowKHopSampler([3])}, "does not support a ShaDowKHopSampler"),
         ({"graph_sampler": loading.SAINTSampler("node", 9)}, "does not support a SAINTSampler"),
         (sampler(output_device="cuda"), "does not support a sampler's output_device cuda"),
-        (sampler(prefetch_node_feats=["no"]), "prefetch_node_feats has 'no', .* data has 'feat'"),
+        (sampler(prefetch_node_feats=["no"]), "prefetch_node_feats has 'no', .* '_N' has 'feat'"),
         (sampler(prefetch_labels=["no"]), r"prefetch_labels has 'no'"),
-        (sampler(prefetch_edge_feats=["feat"]), "edge_feats has 'feat', .* data has 'weight'"),
-        (predicted(exclude="reverse_types", reverse_etypes={}), "does not support reverse_etypes"),
-        ({"gpu_cache": {"node": {"feat": 9}}}, r"does not support gpu_cache(.|\n)*gcnzc\.cached"),
+        (sampler(prefetch_edge_feats=["feat"]), "edge_feats has 'feat', .* has 'weight'"),
+        (
+            predicted(exclude="reverse_types", reverse_etypes={}),
+            "exclude is 'reverse_types', but reverse_etypes is",
+        ),
+        ({"gpu_cache": {"node": {"feat": 9}}}, "does not support gpu_cache"),
         ({"sampler": "dgl"}, "sampler is 'dgl', not an order"),
         ({"sampler_library": "pyg"}, "sampler_library is 'pyg'"),
         ({"collate_fn": print}, "does not support collate_fn"),
         ({"batchsize": 3}, "DataLoader has no argument batchsize"),
-        (predicted(negative_sampler=lambda *_: 5), "returned a int, not two tensors"),
+        (predicted(negative_sampler=lambda *_: 5), "returned int"),
         ({"sampler": [1], "shuffle": True}, "mutually exclusive with shuffle"),
         ({"sampler": [1], "rank": 0, "world_size": 2}, "a sampler was given as well"),
         ({"rank": 0}, "rank 0 and world_size None"),
@@ -184,10 +187,9 @@ def test_unsupported_arguments_are_rejected_by_name(graph, change, message):
         next(iter(DataLoader(**(arguments | change))))
 
 
-def test_fanouts_by_edge_type_are_sampled_by_dgl(graph):
+def test_fanouts_may_be_by_edge_type(graph):
     sampler = loading.NeighborSampler([{("_N", "_E", "_N"): 3}])
     loader = DataLoader(graph, torch.arange(9), sampler, batch_size=9)
-    assert loader.sampler_library == "dgl"
     check_blocks(graph, next(iter(loader))[2], [3])
 
 

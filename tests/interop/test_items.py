@@ -49,7 +49,7 @@ def test_a_wrong_item_of_a_sampler_is_rejected_with_a_message_that_has_its_posit
     else:
         loader = make(batch_sampler=[items[:3], items[3:]])
     shown = describe(value if np.ndim(value) else getattr(value, "item", lambda: value)())
-    expected = f"minibatch 1 of {option} has {re.escape(shown)} at position 2(?s:.*)\n\nhint: "
+    expected = f"minibatch 1 of {option} has {re.escape(shown)} at position 2"
     is_integer = any(value is each for each in (*OUT_OF_RANGE, count))
     with pytest.raises(IndexError if is_integer else TypeError, match=expected):
         list(loader)
@@ -59,7 +59,7 @@ def test_a_wrong_item_of_a_sampler_is_rejected_with_a_message_that_has_its_posit
 @pytest.mark.parametrize(
     ("group", "message"),
     [
-        ("123", "is '123', not a list of integers"),
+        ("123", "has '1' at position 0"),
         (7, "is 7, not a list of integers"),
         (torch.tensor(7), r"is a tensor of torch.int64 and shape \(\), not a list"),
         (torch.tensor([True] * NODES), "has True at position 0"),
@@ -71,7 +71,7 @@ def test_a_wrong_item_of_a_sampler_is_rejected_with_a_message_that_has_its_posit
 )
 def test_a_minibatch_that_is_no_list_of_integers_is_rejected(name, group, message):
     make, _ = LOADERS[name]
-    with pytest.raises(TypeError, match=f"minibatch 0 of batch_sampler {message}(?s:.*)\n\nhint: "):
+    with pytest.raises(TypeError, match=f"minibatch 0 of batch_sampler {message}"):
         list(make(batch_sampler=[group]))
 
 

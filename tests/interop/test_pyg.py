@@ -193,12 +193,11 @@ def test_num_workers_sets_the_number_of_threads(data):
     ("change", "message"),
     [
         ({"data": Data(adj_t=object(), num_nodes=3)}, "does not support adj_t"),
-        ({"data": Data(edge_index=[[0], [1]], num_nodes=3)}, "edge_index of type list"),
         ({"data": (EDGE, EDGE)}, "a tuple that is not a pair of stores(.|\n)*hint: .*GraphStore"),
         ({"data": Data(torch.rand(2, 2).requires_grad_(), EDGE)}, "x requires a gradient"),
         ({"data": Data(torch.eye(2).to_sparse_coo(), EDGE)}, "x is of torch.sparse_coo"),
         ({"data": Data(torch.eye(2), EDGE, names=["a", "b"])}, r"data.names is \['a', 'b'\], w"),
-        ({"num_neighbors": {("a", "to", "b"): [2]}}, "num_neighbors by edge type"),
+        ({"num_neighbors": {("a", "to", "b"): [2]}}, "a Data has no edge types"),
         ({"transform_sampler_output": print}, "does not support transform_sampler_output"),
         ({"neighbor_sampler": object()}, "does not support neighbor_sampler(.|\n)*pyg-lib"),
         ({"sampler": [1], "shuffle": True}, "mutually exclusive with shuffle"),

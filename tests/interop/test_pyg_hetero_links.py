@@ -92,7 +92,10 @@ def test_edges_may_be_given_by_type(data):
         ({"edge_label_index": (BUYS, None, None)}, "without an edge type"),
         ({"edge_label_index": ("user", "sells", "item")}, "no edge type with the name"),
         ({"edge_label_index": (("shop", "sells", "item"), None)}, "node type 'shop'"),
-        ({"edge_label_index": (BUYS, torch.full((2, 3), ITEMS))}, "'item' node 40"),
+        (
+            {"edge_label_index": (BUYS, torch.full((2, 3), ITEMS))},
+            "from 40 to 40, but .* 40 nodes of type 'item'",
+        ),
         ({"edge_label_index": (BUYS, torch.full((2, 3), USERS))}, "from 60 to 60"),
         ({"edge_label_index": (BUYS, torch.rand(2, 3))}, "float32"),
         ({"edge_label": torch.ones(5)}, "edge_label is .* for 300 edges"),

@@ -89,7 +89,6 @@ def test_the_default_arguments_are_sampled_without_types(data):
     options = {"batch_size": 9, "seed": 1}
     given = (NeighborLoader(data, [3, 2], **options, **more) for more in (plain, {}))
     assert all(torch.equal(mine.e_id, other.e_id) for mine, other in zip(*given, strict=True))
-    assert NeighborLoader(data, [3, 2], **plain)._typed is None
 
 
 @pytest.mark.gpu

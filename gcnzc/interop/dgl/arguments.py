@@ -24,12 +24,9 @@ def check_graph(graph: Any) -> None:
     dgl = import_dgl()
     if not isinstance(graph, dgl.DGLGraph) or graph.is_block:
         raise ValueError(f"graph: DataLoader does not support {describe(graph)}")
-    for kind in graph.ntypes if is_typed(graph) else ():
+    for kind in graph.ntypes:
         if graph.num_nodes(kind) == 0:
-            raise ValueError(
-                f"DataLoader does not support node types without nodes, as {kind!r}\n\n"
-                "hint: dgl.edge_type_subgraph(graph, ...) without its edge types"
-            )
+            raise ValueError(f"DataLoader does not support node types without nodes, as {kind!r}")
     if graph.device.type != "cpu":
         raise ValueError(
             f"the graph is on {graph.device}, but neighbours are sampled on the host\n\n"
@@ -37,13 +34,8 @@ def check_graph(graph: Any) -> None:
         )
 
 
-def is_typed(graph: Any) -> bool:
-    """Whether a DGL graph has several types of nodes or edges."""
-    return len(graph.ntypes) != 1 or len(graph.canonical_etypes) != 1
-
-
-def check_sampler(graph: Any, graph_sampler: Any, sampler_library: Any) -> None:
-    """Check that a DGL sampler returns blocks and fits the graph, and check `sampler_library`.
+def check_sampler(graph_sampler: Any, sampler_library: Any) -> None:
+    """Check that a DGL sampler returns blocks, and check `sampler_library`.
 
     Raises:
         ValueError: the sampler is not supported, or `sampler_library` is unknown.
@@ -54,12 +46,6 @@ def check_sampler(graph: Any, graph_sampler: Any, sampler_library: Any) -> None:
     inner = graph_sampler
     if isinstance(graph_sampler, loading.EdgePredictionSampler):
         inner = graph_sampler.sampler
-        uses_types = graph_sampler.reverse_etypes is not None
-        if not is_typed(graph) and (uses_types or graph_sampler.exclude == "reverse_types"):
-            raise ValueError(
-                "DataLoader does not support reverse_etypes for graphs with one edge type\n\n"
-                "hint: exclude='reverse_id' with reverse_eids"
-            )
     if not isinstance(inner, loading.BlockSampler):
         raise ValueError(
             f"graph_sampler: DataLoader does not support {describe(inner)}\n\n"
@@ -136,7 +122,7 @@ def check_reverse_edges(graph: Any, sampler: Any, edge_types: Iterable[Any]) -> 
     """Check which edges an edge prediction sampler excludes.
 
     Args:
-        graph: with several types of nodes or edges.
+        graph: a DGL graph.
         sampler: an `EdgePredictionSampler`.
         edge_types: of the edges to iterate over.
 
@@ -170,11 +156,7 @@ def check_reverse_edges(graph: Any, sampler: Any, edge_types: Iterable[Any]) -> 
             count = graph.num_edges(each)
             if each not in own or own[each] is None or len(own[each]) < count:
                 found = "nothing" if own.get(each) is None else f"{len(own[each])} ids"
-                raise ValueError(
-                    f"reverse_eids has {found} for the {count} edges of type {each}\n\n"
-                    "hint: the id of the reverse edge of each edge; exclude='reverse_types' if "
-                    "reverse edges have another type"
-                )
+                raise ValueError(f"reverse_eids has {found} for the {count} edges of type {each}")
 
 
 def check_kinds(argument: str, graph: Any, names: Any, is_edges: bool) -> list[tuple[Kind, str]]:

@@ -5,10 +5,10 @@ block. This module constructs DGL's graph index from our tensors directly, as DG
 """
 
 import copy
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache, cached_property
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,55 +16,51 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from gcnzc.graph.graph import Graph
+from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
+from gcnzc.graph.hetero.stores import EdgeStore, NodeStore
+from gcnzc.graph.hetero.values import as_weights
 from gcnzc.interop.column import as_table, gather_on_host
 from gcnzc.interop.dgl.importing import block_class, import_dgl
+from gcnzc.interop.engine import CscGraph, cached_graph, invert_edge_ids
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.structure.relation_columns import index_dtype
 from gcnzc.kernels.threads import ForkSafeLock
-from gcnzc.sampling.batch import Batch, Block
+from gcnzc.sampling.hetero import HeteroBatch
 
 FORMATS = ["coo", "csr", "csc"]
 # a node type, or an edge type with its source and destination types
 Kind: TypeAlias = str | tuple[str, str, str]
+# sources and destinations of edges, by edge type
+Ends: TypeAlias = Mapping[EdgeType, tuple[Tensor, Tensor]]
 
 _pool = Pool()
 
 
-@dataclass(frozen=True, eq=False)
-class CscEdges:
-    """The edges of a DGL graph as CSC, in our own memory."""
-
-    graph: Graph
-    # (E,) DGL's id of each edge of `graph`, int32 below 2**31 edges; None: its index in `graph`
-    edge_ids: Tensor | None
-    # keeps DGL's tensor alive, since its address is in the cache's key
-    dgl_indices: Tensor
+def is_typed(graph: Any) -> bool:
+    """Whether a DGL graph has several types of nodes or edges."""
+    return len(graph.ntypes) != 1 or len(graph.canonical_etypes) != 1
 
 
-# The loaders of training and evaluation share one copy.
-_cache: weakref.WeakValueDictionary[Any, CscEdges] = weakref.WeakValueDictionary()
+def to_csc(graph: Any) -> CscGraph:
+    """Return the edges of a DGL graph as CSC on the host; cached while in use.
 
-
-def to_csc(graph: Any) -> CscEdges:
-    """Return the edges of a DGL graph as CSC on the host; cached per graph while in use.
-
-    They are copied, since some DGL functions sort DGL's own CSC in place.
-
-    Args:
-        graph: with one node type and one edge type. DGL creates and keeps its CSC format, as it
-            does when its own samplers run.
+    They are copied, since some DGL functions sort DGL's own CSC in place. DGL creates and keeps its
+    CSC format, as it does when its own samplers run.
     """
-    indptr, indices, ids = graph.adj_tensors("csc")
-    key = (indptr.data_ptr(), indices.data_ptr(), ids.data_ptr(), graph.num_edges())
-    found = _cache.get(key)
-    if found is None:
-        sources, edge_ids = sort_columns(
-            *(indptr, indices, ids, index_dtype(graph.num_nodes()), index_dtype(len(ids)))
-        )
-        csc = Graph(indptr.clone(), sources, check=False)
-        found = _cache[key] = CscEdges(csc, edge_ids, indices)
-    return found
+    arrays = {each: graph.adj_tensors("csc", etype=each) for each in graph.canonical_etypes}
+    counts = {each: graph.num_nodes(each) for each in graph.ntypes}
+
+    def build() -> CscGraph:
+        edges, edge_ids = {}, {}
+        for each, (indptr, indices, ids) in arrays.items():
+            dtypes = index_dtype(counts[each[0]]), index_dtype(len(ids))
+            sources, edge_ids[each] = sort_columns(indptr, indices, ids, *dtypes)
+            edges[each] = EdgeStore(indptr.to(torch.int64, copy=True), sources)
+        nodes = {each: NodeStore(count) for each, count in counts.items()}
+        return CscGraph(HeteroGraph(nodes, edges, check=False), edge_ids, is_typed(graph))
+
+    tensors = [part for own in arrays.values() for part in own]
+    return cached_graph((tuple(counts.items()), tuple(arrays)), tensors, build)
 
 
 def sort_columns(
@@ -96,6 +92,35 @@ def sort_columns(
         indices, ids = indices[order].to(dtype), ids[order].to(id_dtype)
     is_range = torch.equal(ids, torch.arange(len(ids), dtype=ids.dtype))
     return indices, None if is_range else ids
+
+
+def with_weights(graph: Any, csc: CscGraph, name: str) -> CscGraph:
+    """Return the edges with sampling weights, for the edge types that have them.
+
+    Args:
+        graph: a DGL graph.
+        csc: its edges.
+        name: of the edge data with the weights, which may be a mask.
+
+    Raises:
+        ValueError: no edge type has the data, or a weight is negative or not finite.
+    """
+    found, edges = csc.graph, {}
+    for each in found.edge_types:
+        store, data = found.edges(each), graph.edges[each].data
+        if name in data:
+            weights = as_weights(f"{name!r} of {each}", data[name], store.num_edges)
+            ids = csc.edge_ids[each]
+            # always a copy: the user may change the weights during an epoch
+            weights = weights.clone() if ids is None else weights[ids.long()]
+            store = replace(store, weight=weights)
+        edges[each] = store
+    if all(store.weight is None for store in edges.values()):
+        raise ValueError(
+            f"the sampler's prob or mask is {name!r}, which no edge type of the graph has"
+        )
+    nodes = {each: found.nodes(each) for each in found.node_types}
+    return replace(csc, graph=HeteroGraph(nodes, edges, check=False))
 
 
 class GraphView:
@@ -137,69 +162,146 @@ class BlockBuilder(GraphView):
     As in DGL's own blocks, rows of the data are gathered when they are first read.
 
     Args:
-        graph: with one node type and one edge type, on the host.
+        graph: a DGL graph on the host.
     """
 
     def __init__(self, graph: Any) -> None:
         super().__init__(graph)
-        self.csc = to_csc(graph)
+        # the sources' types, then the destinations'
+        numbers = {kind: number for number, kind in enumerate(graph.ntypes)}
+        src, dst = ([numbers[each[end]] for each in graph.canonical_etypes] for end in (0, 2))
+        self._block_metagraph = self._dgl.graph_index.from_coo(
+            2 * len(numbers), src, [len(numbers) + number for number in dst], True
+        )
 
-    def build(self, batch: Batch) -> list[Any]:
-        """Return the DGL blocks of a batch with edge ids, input layer first, on the host."""
-        return [self._block(block) for block in batch.blocks]
+    @cached_property
+    def csc(self) -> CscGraph:
+        """The edges, which gcnzc samples."""
+        return to_csc(self.graph)
+
+    def to_dgl(self, ids: Mapping[Any, Tensor]) -> Any:
+        """Return ids of the graph's dtype by type; without types, those of the only one."""
+        found = {kind: convert_ids(own, self.dtype) for kind, own in ids.items()}
+        return found if self.csc.is_typed else next(iter(found.values()))
+
+    def build(self, batch: HeteroBatch) -> list[Any]:
+        """Return the DGL blocks of a batch of complete blocks, input layer first, on the host.
+
+        Args:
+            batch: of a `HeteroSampler` with `once=False`, with edge ids.
+        """
+        assert batch.num_edges is not None, "directional subgraphs have numbers of edges"
+        num_nodes = {kind: [*accumulate(own)] for kind, own in batch.num_nodes.items()}
+        num_hops = len(next(iter(num_nodes.values()))) - 1
+        # converted once, for all blocks
+        nodes = {kind: convert_ids(ids, self.dtype) for kind, ids in batch.nodes.items()}
+        ends = dict.fromkeys(batch.indices, 0)
+        blocks = []
+        for hop in range(num_hops):
+            counts = {kind: (own[hop], own[hop + 1]) for kind, own in num_nodes.items()}
+            edges = {each: batch.csc(each, hop) for each in batch.indices}
+            begins = ends
+            ends = {each: begins[each] + len(indices) for each, (_, indices) in edges.items()}
+            slices = {each: slice(begins[each], ends[each]) for each in edges}
+            blocks.append(self._block(batch, nodes, counts, edges, slices))
+        return blocks[::-1]
+
+    def _block(
+        self,
+        batch: HeteroBatch,
+        nodes: Mapping[str, Tensor],
+        counts: Mapping[str, tuple[int, int]],
+        edges: Mapping[EdgeType, tuple[Tensor, Tensor]],
+        slices: Mapping[EdgeType, slice],
+    ) -> Any:
+        """Return the block of one hop.
+
+        Args:
+            batch: the batch.
+            nodes: ids of all its nodes by type.
+            counts: the numbers of destinations and sources by type.
+            edges: offsets and sources of the edges of the hop by type.
+            slices: their places among the edges of all hops.
+        """
+        assert batch.edge_ids is not None, "DGL's blocks have edge ids"
+        dgl, graph = self._dgl, self.graph
+        relations, id_columns = [], []
+        for each in graph.canonical_etypes:
+            (indptr, indices), part = edges[each], slices[each]
+            num_dst, num_src = counts[each[2]][0], counts[each[0]][1]
+            relation = dgl.heterograph_index.create_unitgraph_from_csr(
+                *(2, num_src, num_dst),
+                convert_ids(indptr, self.dtype),
+                convert_ids(indices, self.dtype),
+                make_edge_numbers(part.stop - part.start, self.dtype),
+                *(FORMATS, True),
+            )
+            relations.append(relation)
+            edge_ids = self.csc.edge_ids[each]
+            id_columns.append(make_id_column(edge_ids, batch.edge_ids[each][part], self.dtype))
+        num_src_nodes = [counts[each][1] for each in graph.ntypes]
+        num_dst_nodes = [counts[each][0] for each in graph.ntypes]
+        sizes = [*num_src_nodes, *num_dst_nodes]
+        index = self._join(self._block_metagraph, relations, sizes)
+        block = self._block_class(index, (graph.ntypes, graph.ntypes), graph.etypes)
+        ids = [nodes[kind][: counts[kind][end]] for end in (1, 0) for kind in graph.ntypes]
+        return self._attach_data(block, graph._node_frames * 2, ids, id_columns)
 
     def build_pair_graph(
-        self, nodes: Tensor, src: Tensor, dst: Tensor, edges: Tensor | None
+        self, nodes: Mapping[str, Tensor], ends: Ends, edges: Mapping[EdgeType, Tensor] | None
     ) -> Any:
         """Return a DGL graph of pairs of nodes, on the host.
 
         Args:
-            nodes: (S,) int64 ids in the whole graph.
-            src: (P,) int64 indices in `nodes`.
-            dst: (P,) int64 indices in `nodes`.
-            edges: (P,) DGL's ids of the edges; None for negative pairs, which have no edge data.
+            nodes: for each node type int64 ids in the whole graph.
+            ends: for edge types with pairs, the indices of their ends in `nodes`.
+            edges: DGL's ids of the edges, like `ends`; None for negative pairs, which have no data.
         """
         dgl, graph = self._dgl, self.graph
-        index = dgl.heterograph_index.create_unitgraph_from_coo(
-            1, len(nodes), len(nodes), self._to_idtype(src), self._to_idtype(dst), FORMATS
-        )
+        relations = []
+        for each in graph.canonical_etypes:
+            src, dst = ends.get(each, (self._empty, self._empty))
+            relation = dgl.heterograph_index.create_unitgraph_from_coo(
+                1 if each[0] == each[2] else 2,
+                *(len(nodes[each[0]]), len(nodes[each[2]])),
+                *(convert_ids(src, self.dtype), convert_ids(dst, self.dtype)),
+                FORMATS,
+            )
+            relations.append(relation)
+        sizes = [len(nodes[each]) for each in graph.ntypes]
+        index = self._join(graph._graph.metagraph, relations, sizes)
         pair_graph = dgl.DGLGraph(index, graph.ntypes, graph.etypes)
-        ids = self._to_idtype(nodes)
+        ids = [convert_ids(nodes[each], self.dtype) for each in graph.ntypes]
         if edges is None:
-            pair_graph.ndata[dgl.NID] = ids
+            for each, own in zip(graph.ntypes, ids, strict=True):
+                pair_graph.nodes[each].data[dgl.NID] = own
             return pair_graph
-        id_column = dgl.frame.Column(self._to_idtype(edges))
-        return self._attach_data(pair_graph, [ids], id_column)
+        id_columns = [
+            dgl.frame.Column(convert_ids(edges.get(each, self._empty), self.dtype))
+            for each in graph.canonical_etypes
+        ]
+        return self._attach_data(pair_graph, graph._node_frames, ids, id_columns)
 
-    def _block(self, block: Block) -> Any:
-        dgl, graph = self._dgl, self.graph
-        assert block.edge_ids is not None, "DGL's blocks have edge ids"
-        index = dgl.heterograph_index.create_unitgraph_from_csr(
-            2,
-            block.num_src,
-            block.num_dst,
-            self._to_idtype(block.indptr),
-            self._to_idtype(block.indices),
-            make_edge_numbers(block.num_edges, self.dtype),
-            FORMATS,
-            True,
-        )
-        dgl_block = self._block_class(index, (graph.ntypes, graph.ntypes), graph.etypes)
-        nodes = self._to_idtype(block.nodes)
-        id_column = make_id_column(self.csc.edge_ids, block.edge_ids, self.dtype)
-        return self._attach_data(dgl_block, [nodes, nodes[: block.num_dst]], id_column)
+    def _join(self, metagraph: Any, relations: list[Any], sizes: list[int]) -> Any:
+        """Return DGL's index of a graph with these edge types."""
+        if not self.csc.is_typed:
+            return relations[0]
+        numbers = self._dgl.utils.toindex(sizes, "int64")
+        join = self._dgl.heterograph_index.create_heterograph_from_relations
+        return join(metagraph, relations, numbers)
 
-    def _attach_data(self, subgraph: Any, nodes: list[Tensor], id_column: Any) -> Any:
-        dgl, graph = self._dgl, self.graph
-        frames = [graph._node_frames[0].subframe(ids) for ids in nodes]
+    def _attach_data(
+        self, subgraph: Any, node_frames: Any, nodes: list[Tensor], id_columns: list[Any]
+    ) -> Any:
+        """Set the data of nodes and edges, with their ids, in the order of the subgraph's types."""
+        dgl = self._dgl
+        frames = [frame.subframe(ids) for frame, ids in zip(node_frames, nodes, strict=True)]
         for frame, ids in zip(frames, nodes, strict=True):
             frame[dgl.NID] = ids
-        edge_frame = make_edge_frame(graph._edge_frames[0], id_column)
-        dgl.utils.set_new_frames(subgraph, node_frames=frames, edge_frames=[edge_frame])
+        pairs = zip(self.graph._edge_frames, id_columns, strict=True)
+        edge_frames = [make_edge_frame(*pair) for pair in pairs]
+        dgl.utils.set_new_frames(subgraph, node_frames=frames, edge_frames=edge_frames)
         return subgraph
-
-    def _to_idtype(self, ids: Tensor) -> Tensor:
-        return convert_ids(ids, self.dtype)
 
 
 def convert_ids(ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -219,13 +321,6 @@ def make_edge_numbers(count: int, dtype: torch.dtype) -> Tensor:
     graph's CSC in place.
     """
     return torch.from_numpy(np.arange(count, dtype=str(dtype).removeprefix("torch.")))
-
-
-def invert_edge_ids(edge_ids: Tensor) -> Tensor:
-    """Return the (E,) int64 positions of edges by their ids, a permutation."""
-    positions = torch.empty(len(edge_ids), dtype=torch.int64)
-    positions[edge_ids.long()] = torch.arange(len(edge_ids))
-    return positions
 
 
 def make_id_column(edge_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Any:

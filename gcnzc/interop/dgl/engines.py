@@ -7,21 +7,25 @@ sample at once. DGL samples in one thread, whose random generator is seeded for 
 
 import os
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.interop.dgl.blocks import BlockBuilder, invert_edge_ids
+from gcnzc.graph.hetero.graph import EdgeType
+from gcnzc.interop.dgl.arguments import fanouts_by_type, find_edge_type
+from gcnzc.interop.dgl.blocks import BlockBuilder, Ends, convert_ids, with_weights
 from gcnzc.interop.dgl.dgl_sampler import sampling_thread
 from gcnzc.interop.dgl.importing import import_dgl
+from gcnzc.interop.engine import make_sampler
 from gcnzc.interop.options import generator, unique_with_inverse
 from gcnzc.kernels.philox import philox4x32_reference, split_key
-from gcnzc.sampling.neighbor import Sampler
+from gcnzc.sampling.hetero import HeteroSampler
 
 Result = tuple[Any, ...]
+EdgeItems: TypeAlias = Mapping[EdgeType, Tensor]
 
 
 class Engine(Protocol):
@@ -31,15 +35,29 @@ class Engine(Protocol):
         blocks: builds the minibatches; replaced in a copy of the engine when an epoch begins.
     """
 
-    blocks: Any
+    blocks: BlockBuilder
 
     def sample(self, items: Any, epoch: int) -> Result:
         """Return the DGL sampler's output for `items`, on the host.
 
         Args:
-            items: int64 ids of nodes or edges; a dict by type if the graph has several types.
+            items: int64 ids of nodes by node type, or of edges by edge type.
             epoch: in [0, 2**32).
         """
+
+
+def _make_sampler(blocks: BlockBuilder, neighbor_sampler: Any, seed: int) -> HeteroSampler:
+    csc, weights = blocks.csc, neighbor_sampler.prob
+    # DGL's fanouts begin with the input layer
+    by_type = fanouts_by_type(blocks.graph, neighbor_sampler.fanouts)
+    return make_sampler(
+        csc if weights is None else with_weights(blocks.graph, csc, weights),
+        {each: own[::-1] for each, own in by_type.items()},
+        seed=seed,
+        replace=neighbor_sampler.replace,
+        weighted=weights is not None,
+        once=False,
+    )
 
 
 class NodeEngine:
@@ -53,14 +71,16 @@ class NodeEngine:
 
     def __init__(self, blocks: BlockBuilder, graph_sampler: Any, seed: int) -> None:
         self.blocks, self._graph_sampler = blocks, graph_sampler
-        self._sampler = Sampler(blocks.csc.graph, graph_sampler.fanouts, seed, edge_ids=True)
+        self._sampler = _make_sampler(blocks, graph_sampler, seed)
 
-    def sample(self, items: Tensor, epoch: int) -> Result:
+    def sample(self, items: Mapping[str, Tensor], epoch: int) -> Result:
         """See `Engine`."""
         batch = self._sampler.sample(items, epoch)
         blocks = self.blocks.build(batch)
-        nodes = blocks[0].srcdata[import_dgl().NID]
-        return self._graph_sampler.assign_lazy_features((nodes, nodes[: len(items)], blocks))
+        outputs = {each: convert_ids(ids, self.blocks.dtype) for each, ids in items.items()}
+        # a tensor if the graph has one node type, as in DGL
+        inputs = blocks[0].srcdata[import_dgl().NID]
+        return self._graph_sampler.assign_lazy_features((inputs, outputs, blocks))
 
 
 class EdgeEngine:
@@ -70,93 +90,112 @@ class EdgeEngine:
 
     Args:
         blocks: builds the blocks of the graph.
-        graph_sampler: a `dgl.dataloading.EdgePredictionSampler` for which `is_native` is true. It
-            excludes nothing, the edges of the minibatch, or these and their reverse edges.
+        graph_sampler: a `dgl.dataloading.EdgePredictionSampler` for which `is_native` is true.
         seed: determines all random choices.
     """
 
     def __init__(self, blocks: BlockBuilder, graph_sampler: Any, seed: int) -> None:
         self.blocks, self._graph_sampler, self._seed = blocks, graph_sampler, seed
-        inner = graph_sampler.sampler
-        self._sampler = Sampler(blocks.csc.graph, inner.fanouts, seed, edge_ids=True)
-        ids = blocks.csc.edge_ids
-        self._positions = None if ids is None else invert_edge_ids(ids)
-        # the first call creates DGL's index of edges, which is not safe in several threads
-        blocks.graph.find_edges(torch.arange(min(1, blocks.graph.num_edges()), dtype=blocks.dtype))
+        self._sampler = _make_sampler(blocks, graph_sampler.sampler, seed)
+        self._reverse_ids: Any = graph_sampler.reverse_eids
+        if isinstance(self._reverse_ids, Mapping):
+            self._reverse_ids = {
+                find_edge_type("reverse_eids", blocks.graph, each): own
+                for each, own in self._reverse_ids.items()
+            }
+        self._reverse_types = {
+            find_edge_type("reverse_etypes", blocks.graph, each): find_edge_type(
+                "reverse_etypes", blocks.graph, own
+            )
+            for each, own in (graph_sampler.reverse_etypes or {}).items()
+        }
 
-    def sample(self, items: Tensor, epoch: int) -> Result:
+    def sample(self, items: EdgeItems, epoch: int) -> Result:
         """See `Engine`."""
-        graph = self.blocks.graph
-        items = items.to(self.blocks.dtype)
-        src, dst = (ends.long() for ends in graph.find_edges(items))
-        negatives = self._negatives(items, src, epoch)
-        nodes, local = unique_with_inverse(torch.cat([src, dst, *negatives]))
-        src, dst, *negatives = local.tensor_split(_split_points([src, dst, *negatives]))
-        pair_graph = self.blocks.build_pair_graph(nodes, src, dst, items)
-        batch = self._sampler.sample(nodes, epoch, self._excluded_edges(items))
+        ends = {each: self._ends_of(each, ids) for each, ids in items.items()}
+        given = [ends]
+        if self._graph_sampler.negative_sampler is not None:
+            given.append(self._negatives(items, ends, epoch))
+        nodes, local = _compact(self.blocks.graph.ntypes, given)
+        excluded = {
+            each: self.blocks.csc.positions(each, ids)
+            for each, ids in self._excluded_edges(items, ends).items()
+        }
+        batch = self._sampler.sample(nodes, epoch, exclude=excluded)
         blocks = self.blocks.build(batch)
         inputs = blocks[0].srcdata[import_dgl().NID]
         _, _, blocks = self._graph_sampler.sampler.assign_lazy_features((inputs, None, blocks))
-        pairs = [pair_graph]
-        if negatives:
-            pairs.append(self.blocks.build_pair_graph(nodes, negatives[0], negatives[1], None))
-        return self._graph_sampler.assign_lazy_features((inputs, *pairs, blocks))
+        graphs = [
+            self.blocks.build_pair_graph(nodes, own, edges)
+            for own, edges in zip(local, (items, None), strict=False)
+        ]
+        return self._graph_sampler.assign_lazy_features((inputs, *graphs, blocks))
 
-    def _negatives(self, items: Tensor, src: Tensor, epoch: int) -> list[Tensor]:
-        """Return sources and destinations of the negative edges; [] without a negative sampler."""
-        sampler = self._graph_sampler.negative_sampler
-        graph = self.blocks.graph
-        if sampler is None:
-            return []
+    def _ends_of(self, edge_type: EdgeType, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sources and destinations, int64, of edges given by DGL's ids."""
+        edges = self.blocks.csc.graph.edges(edge_type)
+        positions = self.blocks.csc.positions(edge_type, ids)
+        dst = np.searchsorted(edges.indptr.numpy(), positions.numpy(), side="right") - 1
+        return edges.indices[positions].long(), torch.from_numpy(dst)
+
+    def _negatives(
+        self, items: EdgeItems, ends: Ends, epoch: int
+    ) -> dict[EdgeType, tuple[Tensor, Tensor]]:
+        """Return sources and destinations of the negative edges by edge type."""
+        sampler, graph = self._graph_sampler.negative_sampler, self.blocks.graph
+        flat = torch.cat([*items.values()])
         if type(sampler) is import_dgl().dataloading.negative_sampler.Uniform:
-            random = generator(self._seed, epoch, items)
-            shape = (len(src) * sampler.k,)
-            return [
-                src.repeat_interleave(sampler.k),
-                torch.randint(graph.num_nodes(), shape, generator=random),
-            ]
-        found = sample_with_dgl(lambda: sampler(graph, items), self._seed, epoch, items)
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise ValueError(
-                f"{type(sampler).__name__} returned a {type(found).__name__}, not two tensors"
-            )
-        return [ends.long() for ends in found]
+            random = generator(self._seed, epoch, flat)
+            return {
+                each: (
+                    src.repeat_interleave(sampler.k),
+                    torch.randint(
+                        graph.num_nodes(each[2]), (len(src) * sampler.k,), generator=random
+                    ),
+                )
+                for each, (src, _) in ends.items()
+            }
+        given = self.blocks.to_dgl(items)
+        found = sample_with_dgl(lambda: sampler(graph, given), self._seed, epoch, flat)
+        return _check_negatives(type(sampler).__name__, found, graph)
 
-    def _excluded_edges(self, items: Tensor) -> Tensor | None:
-        """Return the positions of the excluded edges."""
-        sampler = self._graph_sampler
-        if sampler.exclude == "reverse_id":
-            self._check_reverse_ids(items)
-        edges = import_dgl().dataloading.base.find_exclude_eids(
-            self.blocks.graph, items, sampler.exclude, sampler.reverse_eids
-        )
-        if edges is None:
-            return None
-        # as in DGL, ids that are not edges exclude nothing
-        edges = edges[(edges >= 0) & (edges < self.blocks.graph.num_edges())].long()
-        return edges if self._positions is None else self._positions[edges]
+    def _excluded_edges(self, items: EdgeItems, ends: Ends) -> dict[EdgeType, Tensor]:
+        """Return DGL's ids of the excluded edges by edge type."""
+        exclude = self._graph_sampler.exclude
+        if exclude is None:
+            return {}
+        excluded = {each: [ids] for each, ids in items.items()}
+        for each, ids in items.items():
+            found = self._reverse_edges(each, ids)
+            if found is None:
+                continue
+            other, reverse = found
+            # as in DGL, ids that are not edges exclude nothing
+            is_edge = (reverse >= 0) & (reverse < self.blocks.graph.num_edges(other))
+            reverse = reverse[is_edge]
+            src, dst = self._ends_of(other, reverse)
+            is_reverse = (src == ends[each][1][is_edge]) & (dst == ends[each][0][is_edge])
+            _check_reverse_pairs(is_reverse, ids[is_edge], reverse, exclude, (each, other))
+            excluded.setdefault(other, []).append(reverse)
+        return {each: torch.cat(parts) for each, parts in excluded.items()}
 
-    def _check_reverse_ids(self, items: Tensor) -> None:
-        graph = self.blocks.graph
-        reverse = self._graph_sampler.reverse_eids[items.long()].to(items.dtype)
-        # as in DGL, ids that are not edges exclude nothing
-        is_edge = (reverse >= 0) & (reverse < graph.num_edges())
-        items, reverse = items[is_edge], reverse[is_edge]
-        (src, dst), ends = graph.find_edges(items), graph.find_edges(reverse)
-        is_reverse = (ends[0] == dst) & (ends[1] == src)
-        check_reverse_pairs(is_reverse, items, reverse, "reverse_eids", REVERSE_ID_HINT)
+    def _reverse_edges(self, edge_type: EdgeType, ids: Tensor) -> tuple[EdgeType, Tensor] | None:
+        """Return the type and DGL's ids of the reverses of edges; None if the type has none."""
+        exclude = self._graph_sampler.exclude
+        if exclude == "reverse_types" and edge_type in self._reverse_types:
+            return self._reverse_types[edge_type], ids
+        if exclude == "reverse_id":
+            own = self._reverse_ids
+            own = own[edge_type] if isinstance(own, Mapping) else own
+            return edge_type, own[ids].long()
+        return None
 
 
-REVERSE_ID_HINT = "reverse_eids[e] is the id of the edge from e's destination to e's source"
+_ARGUMENTS = {"reverse_id": "reverse_eids", "reverse_types": "reverse_etypes"}
 
 
-def check_reverse_pairs(
-    is_reverse: Tensor,
-    ids: Tensor,
-    reverse: Tensor,
-    argument: str,
-    hint: str,
-    types: tuple[str, str] = ("", ""),
+def _check_reverse_pairs(
+    is_reverse: Tensor, ids: Tensor, reverse: Tensor, exclude: str, types: tuple[EdgeType, EdgeType]
 ) -> None:
     """Check that edges are the reverses of others.
 
@@ -164,9 +203,8 @@ def check_reverse_pairs(
         is_reverse: (P,) whether they are.
         ids: (P,) ids of the others.
         reverse: (P,) ids of the reverse edges.
-        argument: the argument that has the reverse edges, for the message.
-        hint: for the message.
-        types: what follows the ids in the message.
+        exclude: the sampler's.
+        types: of the others and of the reverse edges.
 
     Raises:
         ValueError: one is not.
@@ -174,65 +212,104 @@ def check_reverse_pairs(
     if not bool(is_reverse.all()):
         place = int((~is_reverse).nonzero()[0])
         raise ValueError(
-            f"{argument}: edge {int(reverse[place])}{types[1]} is not the reverse of edge "
-            f"{int(ids[place])}{types[0]}\n\nhint: {hint}"
+            f"{_ARGUMENTS[exclude]}: edge {int(reverse[place])} of type {types[1]} is not the "
+            f"reverse of edge {int(ids[place])} of type {types[0]}"
         )
+
+
+def _check_negatives(name: str, found: Any, graph: Any) -> dict[EdgeType, tuple[Tensor, Tensor]]:
+    """Return the pairs of a negative sampler by edge type.
+
+    Raises:
+        ValueError: they are not sources and destinations by edge type, or not nodes.
+    """
+    if not isinstance(found, Mapping) and len(graph.canonical_etypes) == 1:
+        found = {graph.canonical_etypes[0]: found}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{name} returned a {type(found).__name__}")
+    negatives = {}
+    for key, ends in found.items():
+        each = find_edge_type(f"the result of {name}", graph, key)
+        if not isinstance(ends, tuple) or len(ends) != 2 or len(ends[0]) != len(ends[1]):
+            raise ValueError(f"{name} returned {type(ends).__name__} for {each}")
+        negatives[each] = (ends[0].long(), ends[1].long())
+        for ids, kind in zip(negatives[each], (each[0], each[2]), strict=True):
+            count = graph.num_nodes(kind)
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+                raise ValueError(
+                    f"{name} returned nodes from {int(ids.min())} to {int(ids.max())} for {each}, "
+                    f"but {kind!r} has {count} nodes"
+                )
+    return negatives
+
+
+def _compact(
+    ntypes: Sequence[str], given: Sequence[Ends]
+) -> tuple[dict[str, Tensor], list[dict[EdgeType, tuple[Tensor, Tensor]]]]:
+    """Number the nodes of edges from 0.
+
+    Args:
+        ntypes: all node types.
+        given: sources and destinations by edge type.
+
+    Returns:
+        The ids of the different nodes of each type, ascending, and the edges with indices of these
+        in place of ids.
+    """
+    parts: dict[str, list[Tensor]] = {kind: [torch.empty(0, dtype=torch.int64)] for kind in ntypes}
+    for edges in given:
+        for each, ends in edges.items():
+            for kind, ids in zip((each[0], each[2]), ends, strict=True):
+                parts[kind].append(ids)
+    nodes, local = {}, {}
+    for kind, own in parts.items():
+        nodes[kind], inverse = unique_with_inverse(torch.cat(own))
+        local[kind] = iter(inverse.split([len(part) for part in own])[1:])
+    return nodes, [
+        {each: (next(local[each[0]]), next(local[each[2]])) for each in edges} for edges in given
+    ]
 
 
 class DglEngine:
     """Samples minibatches with a DGL sampler, in the one thread in which DGL samples.
 
     Args:
-        blocks: a `BlockBuilder` or `HeteroBlockBuilder`, which holds the graph.
+        blocks: holds the graph.
         graph_sampler: any DGL sampler.
         seed: seeds DGL's random generator, together with the epoch and the items.
     """
 
-    def __init__(self, blocks: Any, graph_sampler: Any, seed: int) -> None:
+    def __init__(self, blocks: BlockBuilder, graph_sampler: Any, seed: int) -> None:
         self.blocks, self._graph_sampler, self._seed = blocks, graph_sampler, seed
         self._labor = _independent_labor_sampler(graph_sampler)
 
-    def sample(self, items: Any, epoch: int) -> Result:
+    def sample(self, items: Mapping[Any, Tensor], epoch: int) -> Result:
         """See `Engine`."""
-        if isinstance(items, Mapping):
-            items = {kind: ids.to(self.blocks.dtype) for kind, ids in items.items()}
-            flat = torch.cat([*items.values()])
-        else:
-            flat = items = items.to(self.blocks.dtype)
+        given, flat = self.blocks.to_dgl(items), torch.cat([*items.values()]).to(self.blocks.dtype)
 
         def sample() -> Result:
             if self._labor is not None:
                 # it has its own random generator, whose state would depend on earlier minibatches
                 self._labor.set_seed(_dgl_seed(self._seed, epoch, flat))
-            return self._graph_sampler.sample(self.blocks.graph, items)
+            return self._graph_sampler.sample(self.blocks.graph, given)
 
-        return sample_with_dgl(sample, self._seed, epoch, flat)
+        first, outputs, *others = sample_with_dgl(sample, self._seed, epoch, flat)
+        if isinstance(outputs, Tensor):
+            outputs = dict(zip(items, [outputs], strict=True))
+        return first, outputs, *others
 
 
-def is_native(graph_sampler: Any, is_typed: bool) -> bool:
-    """Whether gcnzc's sampler can replace this DGL sampler.
-
-    Args:
-        graph_sampler: a DGL sampler.
-        is_typed: whether the graph has several types of nodes or edges.
-    """
+def is_native(graph_sampler: Any) -> bool:
+    """Whether gcnzc's sampler can replace this DGL sampler."""
     loading = import_dgl().dataloading
     if type(graph_sampler) is loading.EdgePredictionSampler:
         is_supported = graph_sampler.exclude in (None, "self", "reverse_id", "reverse_types")
-        return is_supported and is_native(graph_sampler.sampler, is_typed)
-    return (
-        type(graph_sampler) in (loading.NeighborSampler, loading.MultiLayerFullNeighborSampler)
-        and graph_sampler.edge_dir == "in"
-        and (
-            is_typed
-            or (
-                graph_sampler.prob is None
-                and not graph_sampler.replace
-                # by edge type they may be dictionaries
-                and all(isinstance(fanout, int) for fanout in graph_sampler.fanouts)
-            )
-        )
+        return is_supported and is_native(graph_sampler.sampler)
+    is_neighbor = type(graph_sampler) in (
+        loading.NeighborSampler,
+        loading.MultiLayerFullNeighborSampler,
     )
+    return is_neighbor and graph_sampler.edge_dir == "in"
 
 
 def sample_with_dgl(sample: Callable[[], Any], seed: int, epoch: int, items: Tensor) -> Any:
@@ -257,7 +334,3 @@ def _independent_labor_sampler(graph_sampler: Any) -> Any:
     inner = getattr(graph_sampler, "sampler", graph_sampler)
     is_independent = isinstance(inner, loading.LaborSampler) and int(inner.cnt[1]) == 1
     return inner if is_independent else None
-
-
-def _split_points(parts: list[Tensor]) -> list[int]:
-    return np.cumsum([len(part) for part in parts])[:-1].tolist()

@@ -6,7 +6,6 @@ or input nodes, pair graphs and blocks. Blocks and graphs are DGL's classes.
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -22,17 +21,13 @@ from gcnzc.interop.dgl.arguments import (
     check_reverse_edges,
     check_sampler,
     find_type,
-    is_typed,
 )
-from gcnzc.interop.dgl.blocks import BlockBuilder, Kind, fill_lazy_features
+from gcnzc.interop.dgl.blocks import BlockBuilder, Kind, fill_lazy_features, is_typed
 from gcnzc.interop.dgl.engines import DglEngine, EdgeEngine, Engine, NodeEngine, is_native
-from gcnzc.interop.dgl.hetero_blocks import HeteroBlockBuilder
-from gcnzc.interop.dgl.hetero_engines import HeteroEdgeEngine, HeteroNodeEngine
 from gcnzc.interop.dgl.importing import check_cuda, import_dgl
-from gcnzc.interop.drop_in import NO_GRAPH, DropInLoader, LibraryBatch, rank_and_world_size
-from gcnzc.interop.options import CPU, Options, check_tables, split_options
-from gcnzc.sampling.batch import Block
-from gcnzc.system.arguments import check_device, check_flag, check_seed
+from gcnzc.interop.drop_in import DropInLoader, LibraryBatch, rank_and_world_size
+from gcnzc.interop.options import check_tables, make_options
+from gcnzc.system.arguments import check_flag, check_seed
 
 
 class _Dgl:
@@ -125,64 +120,42 @@ class DataLoader(DropInLoader):
         **kwargs: Any,
     ) -> None:
         check_graph(graph)
-        check_sampler(graph, graph_sampler, sampler_library)
+        check_sampler(graph_sampler, sampler_library)
         use_ddp, use_uva = check_flag("use_ddp", use_ddp), check_flag("use_uva", use_uva)
         ddp_seed = check_seed("ddp_seed", ddp_seed)
         check_tables(tables)
-        if kwargs.pop("collate_fn", None) is not None:
-            # DGL's loader does not support it either
-            raise ValueError("DataLoader does not support collate_fn")
-        if gpu_cache:
-            raise ValueError(
-                "DataLoader does not support gpu_cache\n\n"
-                "hint: tables={'feat': table} with a table of gcnzc.cached"
-            )
-        if batch_size is None:
-            raise ValueError("DataLoader does not support batch_size=None\n\nhint: batch_size=1")
-        num_workers, dataloader_options, rest = split_options(kwargs)
-        if isinstance(dataloader_options.get("sampler"), str):
-            raise ValueError(
-                f"sampler is {dataloader_options['sampler']!r}, not an order of indices"
-            )
-        if rest:
-            raise TypeError(f"DataLoader has no argument {', '.join(sorted(rest))}")
+        # DGL's loader does not support `collate_fn` either
+        for name, value in (("collate_fn", kwargs.get("collate_fn")), ("gpu_cache", gpu_cache)):
+            if value:
+                raise ValueError(f"DataLoader does not support {name}")
+        if isinstance(kwargs.get("sampler"), str):
+            raise ValueError(f"sampler is {kwargs['sampler']!r}, not an order of indices")
         # named like the arguments: Lightning reads these attributes to reconstruct the loader
         self.graph, self.indices, self.graph_sampler = graph, indices, graph_sampler
         self.shuffle, self.use_uva, self.tables = shuffle, use_uva, tables
         self.use_ddp, self.ddp_seed = use_ddp, ddp_seed
         if use_ddp and world_size is None:
             rank, world_size = rank_and_world_size()
-        options = Options(
-            batch_size=batch_size,
-            shuffle=shuffle,
-            drop_last=drop_last,
+        kwargs |= {"batch_size": batch_size, "drop_last": drop_last, "shuffle": shuffle}
+        options = make_options(
+            "DataLoader",
+            kwargs,
             seed=ddp_seed if seed is None and use_ddp else seed,
             rank=rank,
             world_size=world_size,
-            num_workers=num_workers,
             threads=threads,
             ahead=ahead,
-            device=check_device(
-                "device", ("cuda" if use_uva else "cpu") if device is None else device
-            ),
-            dataloader_options=dataloader_options,
+            device=("cuda" if use_uva else "cpu") if device is None else device,
         )
         if options.device.type == "cuda":
             check_cuda(options.device)
         self._tables = _tables_by_type(graph, tables)
-        self._is_typed = is_typed(graph)
         self._is_edges = isinstance(graph_sampler, import_dgl().dataloading.EdgePredictionSampler)
         self._items = check_items(indices, graph, self._is_edges)
-        ids = self._items.ids
-        is_ours = sampler_library == "gcnzc" and is_native(graph_sampler, self._is_typed)
+        is_ours = sampler_library == "gcnzc" and is_native(graph_sampler)
         self.sampler_library: str = "gcnzc" if is_ours else "dgl"
         self._blocks = self._create_builder()
-        if isinstance(self._blocks, HeteroBlockBuilder):
-            # the threads prepare minibatches on the host; `_finish_minibatch` copies them
-            super().__init__(NO_GRAPH, ids, len(ids), replace(options, device=CPU))
-            self.device = options.device
-        else:
-            super().__init__(self._blocks.csc.graph, ids, len(ids), options)
+        super().__init__(self._items.ids, len(self._items.ids), options)
         self._weights: dict[Kind, Any] | None = None
         self._engine = self._create_engine(self._blocks)
         self._columns: dict[tuple[Kind, str], Column] = {}
@@ -190,28 +163,29 @@ class DataLoader(DropInLoader):
 
     def sample(self, seeds: Tensor, epoch: int) -> LibraryBatch:
         """Sample the minibatch of the items with indices `seeds`, on the host."""
-        ids = self._items.select(seeds) if self._is_typed else self._items.ids[seeds]
-        result = self._engine.sample(ids, epoch)
-        blocks = result[-1]
-        prefetched = self._prefetched
+        result = self._engine.sample(self._items.select(seeds), epoch)
+        blocks, prefetched = result[-1], self._prefetched
         for layer, block in enumerate(blocks):
-            # the loader gathers the prefetched column for the input nodes, in the first block
-            exclude = prefetched if layer == 0 else None
+            # the loader gathers the prefetched columns for the input nodes, in the first block
+            exclude = prefetched if layer == 0 else {}
             fill_lazy_features(block, partial(self._gather_lazy, exclude))
         for pair_graph in result[1:-1] if self._is_edges else ():
-            fill_lazy_features(pair_graph, partial(self._gather_lazy, None))
-        if self._is_typed:
-            return LibraryBatch(seeds[:0], seeds[:0], (), parts=result)
-        nodes = result[0].long()
-        return LibraryBatch(nodes, nodes[:0], (_empty_block(nodes),), parts=result)
+            fill_lazy_features(pair_graph, partial(self._gather_lazy, {}))
+        inputs: dict[str, Tensor] = {}
+        if self.device.type != "cpu":
+            name = import_dgl().NID
+            inputs = {
+                kind: blocks[0].srcnodes[kind].data[name].long() for kind in self.graph.ntypes
+            }
+        return LibraryBatch.of(inputs, {}, prefetched, parts=result)
 
-    def _create_builder(self) -> BlockBuilder | HeteroBlockBuilder:
+    def _create_builder(self) -> BlockBuilder:
         """Check that the items fit the graph as it is now, and return its builder of blocks."""
         check_graph(self.graph)
         check_items(self._items.by_type, self.graph, self._is_edges)
         if self._is_edges:
             check_reverse_edges(self.graph, self.graph_sampler, self._items.by_type)
-        return HeteroBlockBuilder(self.graph) if self._is_typed else BlockBuilder(self.graph)
+        return BlockBuilder(self.graph)
 
     def _refresh_attributes(self) -> None:
         names = self._prefetch_names()
@@ -225,8 +199,6 @@ class DataLoader(DropInLoader):
             engine.blocks = blocks
         # after all that may raise an error, which the next epoch then raises again
         self._blocks, self._engine = blocks, engine
-        if isinstance(blocks, BlockBuilder):
-            self._graph = blocks.csc.graph
         self._columns = {} if has_other_edges else dict(self._columns)
         for (kind, name), column in list(self._columns.items()):
             data = self._data(kind)
@@ -237,11 +209,13 @@ class DataLoader(DropInLoader):
         for argument_names in names.values():
             for kind, name in argument_names:
                 self._column(kind, name)
-        self._prefetched: Column | None = None
-        if not self._is_typed:
-            columns = (self._column(*key) for key in names["prefetch_node_feats"])
-            self._prefetched = next((column for column in columns if column.is_prefetched), None)
-            self._set_prefetched_column(self._prefetched)
+        self._prefetched: dict[str, tuple[str, Column]] = {}
+        for kind, name in names["prefetch_node_feats"]:
+            column = self._column(kind, name)
+            if column.is_read_in_place and kind not in self._prefetched:
+                column.lock()
+                self._prefetched[str(kind)] = name, column
+        self._set_prefetched(self._prefetched)
 
     def _finish_minibatch(self, batch: LibraryBatch) -> Any:
         if self.device.type != "cpu":
@@ -256,38 +230,29 @@ class DataLoader(DropInLoader):
             with self._refreshing:
                 self._refresh_attributes()
         batch = self.sample(items, epoch)
-        if self._prefetched is not None:
-            batch.x = self._prefetched.gather_on_device(batch.nodes)
+        for kind, (name, column) in self._prefetched.items():
+            batch.values[kind, name] = column.gather_on_device(batch.by_type[kind])
         return self._finish(batch)
 
     def _finish(self, batch: LibraryBatch) -> Any:
         *parts, blocks = batch.parts
-        if not self._is_edges and isinstance(self.indices, Mapping) != self._is_typed:
+        if not self._is_edges and not isinstance(self.indices, Mapping):
             # as in DGL, output nodes are a dictionary if the indices were given as one
-            if self._is_typed:
-                (parts[1],) = parts[1].values()
-            else:
-                (name,) = self.indices
-                parts[1] = {name: parts[1]}
-        prefetched = self._prefetched
-        if prefetched is not None:
-            assert batch.x is not None, "the loader has its table"
-            blocks[0].srcdata[prefetched.name] = batch.x.view(len(batch.x), *prefetched.shape)
+            (parts[1],) = parts[1].values()
+        for (kind, name), rows in batch.values.items():
+            blocks[0].srcnodes[kind].data[name] = rows
         return (*parts, blocks)
 
     def _settings(self) -> dict[str, Any]:
-        fanouts = getattr(_block_sampler(self.graph_sampler), "fanouts", ())
-        # fanouts may be dictionaries by edge type
-        are_plain = all(isinstance(fanout, int) for fanout in fanouts)
-        settings: dict[str, Any] = {"fanouts": list(fanouts)} if fanouts and are_plain else {}
-        if self._is_typed:
-            types = self._items.by_type.items()
-            settings["types"] = [f"{kind}: {len(ids)}" for kind, ids in types]
-            settings["fanouts_by_type"] = [str(fanout) for fanout in fanouts]
-            inner = _block_sampler(self.graph_sampler)
-            settings["replace"] = int(getattr(inner, "replace", False))
-            settings["prob"] = str(getattr(inner, "prob", None))
-        return settings | {"graph_sampler": type(self.graph_sampler).__name__}
+        inner = _block_sampler(self.graph_sampler)
+        return {
+            "graph_sampler": type(self.graph_sampler).__name__,
+            "types": [f"{kind}: {len(ids)}" for kind, ids in self._items.by_type.items()],
+            # they may be dictionaries by edge type
+            "fanouts": [str(fanout) for fanout in getattr(inner, "fanouts", ())],
+            "replace": int(getattr(inner, "replace", False)),
+            "prob": str(getattr(inner, "prob", None)),
+        }
 
     def _set_seed(self, seed: int) -> None:
         super()._set_seed(seed)
@@ -303,12 +268,10 @@ class DataLoader(DropInLoader):
         data = {each: self._data(each) for each in self.graph.canonical_etypes}
         return {each: _Version(own[name]) for each, own in data.items() if name in own}
 
-    def _create_engine(self, blocks: Any) -> Engine:
+    def _create_engine(self, blocks: BlockBuilder) -> Engine:
         # until the engine is created, no weights count as read
         self._weights, weights = None, self._current_weights()
         engine: Callable[..., Engine] = EdgeEngine if self._is_edges else NodeEngine
-        if self._is_typed:
-            engine = HeteroEdgeEngine if self._is_edges else HeteroNodeEngine
         if self.sampler_library == "dgl":
             engine = DglEngine
         created = engine(blocks, self.graph_sampler, self._seed)
@@ -316,9 +279,9 @@ class DataLoader(DropInLoader):
         return created
 
     def _gather_lazy(
-        self, exclude: Column | None, kind: Kind, name: str, ids: Tensor
+        self, exclude: Mapping[Any, tuple[str, Column]], kind: Kind, name: str, ids: Tensor
     ) -> Tensor | None:
-        if exclude is not None and isinstance(kind, str) and name == exclude.name:
+        if kind in exclude and name == exclude[kind][0]:
             return None
         return self._column(kind, name).gather_on_device(ids)
 
@@ -361,11 +324,8 @@ class DataLoader(DropInLoader):
                 existing = [*self._data(kind), *of_tables]
                 if name in existing:
                     continue
-                what = "node" if isinstance(kind, str) else "edge"
-                if self._is_typed:
-                    what = f"{what} type {kind!r}"
                 raise ValueError(
-                    f"{argument} has {name!r}, but the graph's {what} data has "
+                    f"{argument} has {name!r}, but the graph's data of type {kind!r} has "
                     f"{', '.join(map(repr, existing)) or 'nothing'}"
                 )
         return found
@@ -463,9 +423,3 @@ def _to_device(part: Any, device: torch.device) -> Any:
     if isinstance(part, Mapping):
         return {kind: ids.to(device) for kind, ids in part.items()}
     return part.to(device)
-
-
-def _empty_block(nodes: Tensor) -> Block:
-    # `gcnzc.Loader` needs a block to copy a batch to a GPU; the DGL blocks are copied by DGL
-    empty = torch.empty(0, dtype=torch.int32)
-    return Block(torch.zeros(1, dtype=torch.int64), empty, num_src=0, num_dst=0, nodes=nodes[:0])

@@ -1,21 +1,19 @@
 """Drop-in loaders for PyG, and tables and graphs as PyG stores.
 
 Importing this package imports PyG, and raises an ImportError if PyG is not installed. Other names
-are those of `torch_geometric.loader`, unchanged, such as `ClusterLoader`.
+are those of `torch_geometric.loader`, unchanged, such as `ClusterLoader`. The module `sampler` has
+the replacement of `torch_geometric.sampler.NeighborSampler`.
 """
 
 from typing import Any
 
 from gcnzc.interop.pyg.importing import import_pyg
-from gcnzc.interop.pyg.link_loader import HeteroLinkNeighborLoader, LinkNeighborLoader
-from gcnzc.interop.pyg.node_loader import HeteroNeighborLoader, NeighborLoader
+from gcnzc.interop.pyg.loader import LinkNeighborLoader, NeighborLoader
 from gcnzc.interop.pyg.stores import HeteroFeatureStore, HeteroGraphStore, TableStore, as_stores
 
 __all__ = [
     "HeteroFeatureStore",
     "HeteroGraphStore",
-    "HeteroLinkNeighborLoader",
-    "HeteroNeighborLoader",
     "LinkNeighborLoader",
     "NeighborLoader",
     "TableStore",

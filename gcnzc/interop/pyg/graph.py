@@ -1,195 +1,293 @@
-"""Read a PyG `Data`: its graph as CSC, and its attributes of nodes and of edges."""
+"""Read a PyG `Data` or `HeteroData`: its graph as CSC, and its attributes of nodes and edges.
+
+A `Data` has the node type `NODE` and the edge type `EDGE`.
+"""
 
 import copy
-import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.graph import Graph
+from gcnzc.graph.hetero.graph import HeteroGraph
+from gcnzc.graph.hetero.times import TimeUnit
 from gcnzc.interop.column import Column
+from gcnzc.interop.engine import EDGE, NODE, CscGraph, cached_graph, without_edge_ids
 from gcnzc.interop.pyg.importing import import_pyg
-from gcnzc.kernels.structure.csc import csc_order
-from gcnzc.system.arguments import check_edge_index, describe
+from gcnzc.system.arguments import describe
 
-Tables = Mapping[str, FeatureTable]
-
-
-@dataclass(frozen=True, eq=False)
-class CscEdges:
-    """The edges of an `edge_index` as CSC."""
-
-    graph: Graph
-    # (E, 1): the index in `edge_index` of each edge of the graph; None: the same order
-    order: Column | None
-    # keeps the tensor alive, since its address is in the cache's key
-    edge_index: Tensor
+# a node type or an edge type, and the name of an attribute
+Key: TypeAlias = tuple[Any, str]
+Ids: TypeAlias = Mapping[Any, Tensor | None]
 
 
-# The loaders of training and evaluation share one sorted graph.
-_cache: weakref.WeakValueDictionary[Any, CscEdges] = weakref.WeakValueDictionary()
-
-
-def to_csc(data: Any, is_sorted: bool) -> CscEdges:
-    """Return the graph of a `Data` as CSC; it is cached per `edge_index` while it is in use.
-
-    Args:
-        data: a PyG `Data`; messages go from `edge_index[0]` to `edge_index[1]`.
-        is_sorted: assume that `edge_index[1]` is ascending, without a check.
+def is_typed(data: Any) -> bool:
+    """Whether data is a `HeteroData`, not a `Data`.
 
     Raises:
-        ValueError: `data` is not a `Data`, has no `edge_index` of integers and shape (2, E), or
-            has edges with ids that are not nodes.
+        ValueError: it is neither.
     """
-    edge_index = _check_edges(data)
-    num_nodes = data.num_nodes
-    key = (
-        *(edge_index.data_ptr(), edge_index._version, edge_index.stride(), edge_index.shape),
-        *(edge_index.device, num_nodes, is_sorted),
-    )
-    found = _cache.get(key)
-    if found is None:
-        # neighbours are sampled on the host
-        src, dst = edge_index.cpu()
-        graph = Graph.from_edges(src, dst, num_nodes)
-        order = None
-        if not is_sorted and bool((dst[1:] < dst[:-1]).any()):
-            rows = csc_order(graph.indptr, dst)
-            order = Column("e_id", rows, len(rows), torch.device("cpu"), ExitStack())
-        found = _cache[key] = CscEdges(graph, order, edge_index)
+    pyg = import_pyg().data
+    if not isinstance(data, pyg.Data | pyg.HeteroData):
+        what = "a tuple that is not a pair of stores" if isinstance(data, tuple) else describe(data)
+        raise ValueError(
+            f"data: gcnzc's loader does not support {what}\n\n"
+            "hint: a Data, a HeteroData, or a pair (FeatureStore, GraphStore)"
+        )
+    return isinstance(data, pyg.HeteroData)
+
+
+def part_of(data: Any, kind: Any) -> Any:
+    """Return the part of a `HeteroData` with the attributes of a type; a `Data` itself."""
+    return data[kind] if is_typed(data) else data
+
+
+def iter_attributes(data: Any) -> Iterator[tuple[Any, str, Any, int | None]]:
+    """Yield the type, the name and the value of each attribute.
+
+    The fourth element is the dimension of the nodes or edges; None if the attribute has none.
+    The type is None for attributes of a whole `HeteroData`, and such attributes of a `Data`.
+    """
+    for store in data.stores:
+        kind = store._key
+        for name, value in dict(store.items()).items():
+            is_nodes = hasattr(store, "is_node_attr") and store.is_node_attr(name)
+            is_edges = hasattr(store, "is_edge_attr") and store.is_edge_attr(name)
+            own = kind
+            if kind is None:
+                own = NODE if is_nodes else EDGE if is_edges else None
+            dim = data.__cat_dim__(name, value, store) if is_nodes or is_edges else None
+            yield own, name, value, dim
+
+
+def to_csc(
+    data: Any, time_attr: str | None, weight_attr: str | None, time_unit: TimeUnit | None = None
+) -> CscGraph:
+    """Return the graph of a `Data` or `HeteroData`; it is cached while it is in use.
+
+    Edge ids are positions in `edge_index`, from whose row 0 to row 1 messages go.
+
+    Args:
+        data: a PyG `Data` or `HeteroData`.
+        time_attr: attribute of nodes or edges with times.
+        weight_attr: attribute of edges with sampling weights.
+        time_unit: of the times; None if it is not known.
+
+    Raises:
+        ValueError: the data does not have an attribute, an edge type has no `edge_index`, or values
+            are wrong, see `gcnzc.graph.hetero.build.from_arrays`.
+    """
+    has_types = is_typed(data)
+    times = _values(data, "time_attr", time_attr)
+    weights = _values(data, "weight_attr", weight_attr)
+    if not has_types:
+        # of edges also if the graph has as many nodes
+        weights = {EDGE: next(iter(weights.values()), None)}
+    node_types, edge_types = (data.node_types, data.edge_types) if has_types else ([NODE], [EDGE])
+    nodes = {
+        each: {"num_nodes": _num_nodes(each, part_of(data, each)), "time": times.get(each)}
+        for each in node_types
+    }
+    edges = {
+        each: {
+            "edge_index": _edge_index(each, part_of(data, each), has_types),
+            "time": times.get(each),
+            "weight": weights.get(each),
+        }
+        for each in edge_types
+    }
+
+    def build() -> CscGraph:
+        of_nodes, of_edges = (any(each in times for each in own) for own in (nodes, edges))
+        time: Any = "both" if of_nodes and of_edges else "node" if of_nodes else "edge"
+        graph, ids = without_edge_ids(HeteroGraph.from_arrays(nodes, edges, time_unit=time_unit))
+        return CscGraph(graph, ids, has_types, None if time_attr is None else time)
+
+    given = [
+        (kind, name, value)
+        for kind, own in (*nodes.items(), *edges.items())
+        for name, value in own.items()
+    ]
+    key = (has_types, time_unit, *((kind, name) for kind, name, _ in given))
+    return cached_graph(key, [value for *_, value in given], build)
+
+
+def _values(data: Any, argument: str, name: str | None) -> dict[Any, Any]:
+    """Return the values of an attribute of nodes or edges by type."""
+    if name is None:
+        return {}
+    if is_typed(data):
+        found = {s._key: s[name] for s in (*data.node_stores, *data.edge_stores) if name in s}
+        if argument == "weight_attr":
+            found = {kind: value for kind, value in found.items() if isinstance(kind, tuple)}
+    else:
+        found = {
+            kind: value for kind, own, value, _ in iter_attributes(data) if own == name and kind
+        }
+    if not found:
+        raise ValueError(f"{argument} is {name!r:.100}, which no nodes or edges of the data have")
     return found
+
+
+def _num_nodes(node_type: str, store: Any) -> int:
+    number = store.num_nodes
+    if number is None:
+        raise ValueError(f"the number of nodes of node type {node_type!r} is unknown")
+    return int(number)
+
+
+def _edge_index(edge_type: Any, store: Any, has_types: bool) -> Any:
+    edges = store.get("edge_index")
+    if edges is None and "adj_t" in store:
+        raise ValueError(
+            f"gcnzc's loader does not support adj_t: edge type {edge_type} has it\n\n"
+            "hint: edge_index of shape (2, E), with sources in row 0 and destinations in row 1; "
+            "torch_geometric.utils.to_edge_index(adj_t)[0].flip(0) converts adj_t"
+        )
+    if edges is None and not has_types:
+        # as PyG does
+        return torch.empty((2, 0), dtype=torch.int64)
+    return edges.as_tensor() if isinstance(edges, import_pyg().EdgeIndex) else edges
 
 
 @dataclass(eq=False)
 class Attributes:
-    """The attributes of a `Data`, by how minibatches get their values."""
+    """The attributes of the data by type, by how minibatches get their values."""
 
-    template: Any  # the Data without attributes of nodes and edges; minibatches are copies of it
-    has_num_nodes: bool
-    prefetched: Column | None  # the node attribute that `gcnzc.Loader` gathers
-    nodes: dict[str, Column] = field(default_factory=dict)
-    edges: dict[str, Column] = field(default_factory=dict)
-    # name, values, dimension of the nodes or edges (not 0), whether it is of nodes
-    other_dims: list[tuple[str, Tensor, int, bool]] = field(default_factory=list)
+    template: Any  # the data without attributes of nodes and edges; minibatches are copies of it
+    has_num_nodes: set[str]  # node types with an attribute `num_nodes`
+    columns: dict[Key, Column] = field(default_factory=dict)
+    # features that the GPU gathers, on the GPU or in page-locked host memory
+    read_in_place: dict[Key, Column] = field(default_factory=dict)
+    # values that PyG slices, and the dimension of the nodes or edges
+    others: dict[Key, tuple[Any, int]] = field(default_factory=dict)
 
-    def slice_on_host(self, nodes: Tensor, edges: Tensor) -> dict[str, Tensor]:
-        """Gather the attributes on the host, except the prefetched one, for a minibatch.
+    def __contains__(self, key: Key) -> bool:
+        return key in self.columns or key in self.read_in_place or key in self.others
+
+    @property
+    def prefetched(self) -> dict[str, tuple[str, Column]]:
+        """The features in `read_in_place` that a loader prefetches: name and column by node type.
+
+        They are those named `x`, or for a node type without `x`, the first.
+        """
+        found: dict[str, tuple[str, Column]] = {}
+        for (kind, name), column in self.read_in_place.items():
+            is_of_nodes = isinstance(kind, str)
+            if is_of_nodes and (kind not in found or name == "x"):
+                found[kind] = name, column
+        return found
+
+    def slice_on_host(self, ids: Ids) -> dict[Key, Any]:
+        """Gather the attributes on the host, except those that the GPU reads in place.
 
         Args:
-            nodes: (B,) node ids, on the host.
-            edges: (E,) indices in `edge_index`, on the host.
+            ids: node ids by node type and edge ids by edge type, on the host. The attributes of
+                types without ids are left out.
         """
-        return self._slice(nodes, edges, are_on_host=True)
+        return self._slice(ids, are_on_host=True)
 
-    def slice_on_gpus(self, nodes: Tensor, edges: Tensor) -> dict[str, Tensor]:
-        """Gather the attributes on GPUs, except the prefetched one, each on its own GPU.
+    def slice_on_gpus(self, ids: Ids) -> dict[Key, Any]:
+        """Gather the attributes that are on GPUs, each on its own GPU; see `slice_on_host`."""
+        return self._slice(ids, are_on_host=False)
+
+    def gather_in_place(self, ids: Ids, keys: Collection[Key]) -> dict[Key, Any]:
+        """Gather some of the features that a GPU reads in place.
 
         Args:
-            nodes: (B,) node ids, on any device.
-            edges: (E,) indices in `edge_index`, on any device.
+            ids: see `slice_on_host`, but on the GPU, which then gathers; or on the host.
+            keys: of the features.
         """
-        return self._slice(nodes, edges, are_on_host=False)
-
-    def _slice(self, nodes: Tensor, edges: Tensor, are_on_host: bool) -> dict[str, Tensor]:
         found = {}
-        for attributes, ids in ((self.nodes, nodes), (self.edges, edges)):
-            for name, column in attributes.items():
-                if column.is_on_host == are_on_host:
-                    found[name] = column.gather_on_device(ids)
-        for name, value, dim, is_nodes in self.other_dims:
-            if (value.device.type == "cpu") == are_on_host:
-                ids = nodes if is_nodes else edges
-                found[name] = value.index_select(dim, ids.to(value.device))
+        for kind, name in keys:
+            column, own = self.read_in_place[kind, name], ids.get(kind)
+            if own is None:
+                continue
+            assert column.table is not None, "only tables are read in place"
+            if own.device.type == "cpu":
+                found[kind, name] = column.gather_on_device(own)
+            else:
+                found[kind, name] = column.table.gather(own).view(len(own), *column.shape)
+        return found
+
+    def _slice(self, ids: Ids, are_on_host: bool) -> dict[Key, Any]:
+        found = {}
+        for (kind, name), column in self.columns.items():
+            own = ids.get(kind)
+            if own is not None and column.is_on_host == are_on_host:
+                found[kind, name] = column.gather_on_device(own)
+        for (kind, name), (value, dim) in self.others.items():
+            own = ids.get(kind)
+            if own is not None and _is_on_host(value) == are_on_host:
+                own = own if are_on_host else own.to(value.device)
+                found[kind, name] = import_pyg().loader.utils.index_select(value, own, dim=dim)
         return found
 
 
 def read_attributes(
     data: Any,
-    graph: Graph,
-    tables: Tables,
-    excluded: Collection[str],
+    graph: HeteroGraph,
+    tables: Mapping[Key, FeatureTable],
     device: torch.device,
     locks: ExitStack,
+    excluded: Collection[str] = (),
 ) -> Attributes:
-    """Divide the attributes of a `Data`, as PyG does, into those of nodes, of edges, and others.
+    """Divide the attributes, as PyG does, into those of nodes or edges of each type, and others.
 
     Args:
-        data: a PyG `Data`.
+        data: a PyG `Data` or `HeteroData`.
         graph: the graph of `data`.
-        tables: tables by name, which replace node attributes.
-        excluded: names of attributes that minibatches do not take from `data`.
+        tables: tables by type and name, which replace attributes.
         device: the device of the minibatches.
         locks: keeps rows page-locked for a GPU until it is closed.
+        excluded: names of attributes that minibatches do not take from `data`.
 
     Raises:
-        ValueError: an attribute of nodes or edges is not a tensor, or requires a gradient.
+        ValueError: an attribute of nodes or edges cannot be sliced, or requires a gradient, or
+            `data` has other types than `graph`.
     """
-    template = copy.copy(data)
-    found = Attributes(template, "num_nodes" in data, None)
-    for name, table in tables.items():
-        found.nodes[name] = Column(name, table, graph.num_nodes, device, locks)
-    for name, value in data.to_dict().items():
-        is_nodes = data.is_node_attr(name)
-        if name in ("edge_index", "num_nodes") or name in excluded or name in tables:
-            del template[name]
-        elif is_nodes or data.is_edge_attr(name):
-            del template[name]
-            rows, dim = _check_tensor(name, value), data.__cat_dim__(name, value)
-            if dim != 0:
-                found.other_dims.append((name, rows, dim, is_nodes))
-                continue
-            attributes = found.nodes if is_nodes else found.edges
-            num_rows = graph.num_nodes if is_nodes else graph.num_edges
-            attributes[name] = Column(name, rows, num_rows, device, locks)
-    found.prefetched = _prefetched_column(found.nodes, tables)
-    if found.prefetched is not None:
-        del found.nodes[found.prefetched.name]
+    found = Attributes(copy.copy(data), set())
+    numbers: dict[Any, int] = {kind: graph.num_nodes(kind) for kind in graph.node_types}
+    numbers |= {kind: graph.num_edges(kind) for kind in graph.edge_types}
+    if is_typed(data) and (other := {*data.node_types, *data.edge_types} ^ numbers.keys()):
+        raise ValueError(
+            f"data has gained or lost the type {min(other, key=str)!r} since the loader was created"
+        )
+    for (kind, name), table in tables.items():
+        label = f"tables[{(kind, name)!r}]"
+        found.columns[kind, name] = Column(label, table, numbers[kind], device, locks)
+    for kind, name, value, dim in iter_attributes(data):
+        if kind is None and is_typed(data):
+            continue
+        is_structure = name in ("edge_index", "num_nodes")
+        is_replaced = name in excluded or (kind, name) in tables
+        if is_structure or is_replaced or dim is not None:
+            del part_of(found.template, kind)[name]
+        if name == "num_nodes":
+            found.has_num_nodes.add(kind or NODE)
+        elif dim is not None and not is_structure and not is_replaced:
+            label = f"data[{kind!r}].{name}" if is_typed(data) else f"data.{name}"
+            if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+                value = torch.from_numpy(value)
+            if isinstance(value, Tensor) and dim == 0:
+                found.columns[kind, name] = Column(label, value, numbers[kind], device, locks)
+            elif isinstance(value, Tensor | import_pyg().typing.TensorFrame):
+                found.others[kind, name] = value, dim
+            else:
+                raise ValueError(f"{label} is {describe(value)}, which cannot be sliced")
+    for key, column in found.columns.items():
+        if (key in tables or key[1] == "x") and column.is_read_in_place:
+            column.lock()
+            found.read_in_place[key] = column
+    for key in found.read_in_place:
+        del found.columns[key]
     return found
 
 
-def _prefetched_column(nodes: dict[str, Column], tables: Tables) -> Column | None:
-    for name in (*tables, "x"):
-        if name in nodes and nodes[name].is_prefetched:
-            return nodes[name]
-    return None
-
-
-def _check_tensor(name: str, value: Any) -> Tensor:
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return torch.from_numpy(value)
-    if not isinstance(value, Tensor):
-        raise ValueError(f"data.{name} is {describe(value)}, which cannot be sliced to a minibatch")
-    return value
-
-
-def _check_edges(data: Any) -> Tensor:
-    Data = import_pyg().data.Data
-    if not isinstance(data, Data):
-        what, hint = describe(data), "a torch_geometric.data.Data"
-        if isinstance(data, import_pyg().data.HeteroData):
-            what = f"HeteroData: node types {data.node_types}, edge types {data.edge_types}"
-            hint = "derive classes from HeteroNeighborLoader or HeteroLinkNeighborLoader"
-        elif isinstance(data, tuple):
-            what = "a tuple that is not a pair of stores"
-            hint += ", a HeteroData, or a pair (FeatureStore, GraphStore)"
-        raise ValueError(f"data: gcnzc's loader does not support {what}\n\nhint: {hint}")
-    edge_index = getattr(data, "edge_index", None)
-    if isinstance(edge_index, import_pyg().EdgeIndex):
-        edge_index = edge_index.as_tensor()
-    if edge_index is None and "adj_t" not in data:
-        # as PyG does
-        return torch.empty((2, 0), dtype=torch.int64)
-    if not isinstance(edge_index, Tensor):
-        other = "adj_t" if "adj_t" in data else f"edge_index of type {type(edge_index).__name__}"
-        raise ValueError(
-            f"gcnzc's loader does not support {other}\n\n"
-            "hint: edge_index of shape (2, E), with sources in row 0 and destinations in row 1; "
-            "torch_geometric.utils.to_edge_index(adj_t)[0].flip(0) converts adj_t"
-        )
-    return check_edge_index("edge_index", edge_index)
+def _is_on_host(value: Any) -> bool:
+    return torch.device(getattr(value, "device", "cpu") or "cpu").type == "cpu"

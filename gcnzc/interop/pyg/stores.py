@@ -16,6 +16,7 @@ from torch import Tensor
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
 from gcnzc.graph.hetero.times import TimeUnit
+from gcnzc.interop.engine import NODE
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.kernels.threads import ForkSafeLock
 from gcnzc.system.arguments import check_kind, describe
@@ -144,41 +145,38 @@ class StoredData:
         """
         attrs = []
         for attr in self._features.get_all_tensor_attrs():
-            key = (attr.group_name, attr.attr_name) if self._is_typed else attr.attr_name
+            key = (attr.group_name if self._is_typed else NODE), attr.attr_name
             store = self._store_of(attr.group_name)
-            if store is not None and attr.attr_name not in store and key not in excluded:
-                attrs.append(attr)
-        return StoredAttributes(self._features, attrs, self._is_typed, self._lock)
+            is_excluded = key in excluded or attr.attr_name in excluded
+            if store is not None and attr.attr_name not in store and not is_excluded:
+                attrs.append((key, attr))
+        return StoredAttributes(self._features, attrs, self._lock)
 
 
 class StoredAttributes:
     """Tensors of a feature store, of which minibatches get some rows."""
 
-    def __init__(self, store: Any, attrs: list[Any], is_typed: bool, lock: Any) -> None:
-        self._store, self._attrs, self._is_typed, self._lock = store, attrs, is_typed, lock
+    def __init__(self, store: Any, attrs: list[tuple[tuple[Any, str], Any]], lock: Any) -> None:
+        self._store, self._attrs, self._lock = store, attrs, lock
 
     def gather(self, ids: Mapping[Any, Tensor | None]) -> dict[Any, Tensor]:
-        """Return the rows of nodes or edges, by type and name, or by name without types.
+        """Return the rows of nodes or edges, by type and name; without types, of nodes.
 
         Args:
-            ids: (B,) ids on the host, by type; the type is None without types.
+            ids: (B,) ids on the host, by type.
 
         Raises:
             ValueError: the feature store does not have a tensor, or returns another number of rows.
         """
-        found = []
-        for attr in self._attrs:
-            own = ids.get(attr.group_name if self._is_typed else None)
-            if own is not None:
-                found.append(_indexed(attr, own))
-        with self._lock:
-            rows = self._store.multi_get_tensor(found)
-        return {
-            (attr.group_name, attr.attr_name) if self._is_typed else attr.attr_name: _to_tensor(
-                attr, own
-            )
-            for attr, own in zip(found, rows, strict=True)
+        found = {
+            key: _indexed(attr, own)
+            for key, attr in self._attrs
+            if (own := ids.get(key[0])) is not None
         }
+        with self._lock:
+            rows = self._store.multi_get_tensor([*found.values()])
+        pairs = zip(found.items(), rows, strict=True)
+        return {key: _to_tensor(attr, own) for (key, attr), own in pairs}
 
 
 def _to_coo(edges: Any, attr: Any) -> Tensor:
