@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from decimal import Decimal
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -11,33 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gcnzc.datasets.rows import CHUNK_BYTES, Array, Progress, no_progress
-from gcnzc.datasets.tables import Chunk, Table, Texts
+from gcnzc.datasets.rows import CHUNK_BYTES, Progress
+from gcnzc.datasets.tables import Table
 
 if TYPE_CHECKING:
     import pandas as pd
 
 PARQUET = (".parquet", ".pq")
-# integers below it are exact in float64
-EXACT = 2**53
 # names that pandas and dask give to an index without a name
 _NO_NAME = re.compile(r"__index_level_\d+__|__null_dask_index__")
-
-
-def import_parquet() -> Any:
-    """Return `pyarrow.parquet`.
-
-    Raises:
-        RuntimeError: pyarrow is not installed.
-    """
-    try:
-        from pyarrow import parquet
-    except ImportError:
-        raise RuntimeError(
-            "parquet files need pyarrow, which is not installed\n\n"
-            "hint: `pip install pyarrow`, or `pip install 'gcnzc[parquet]'`; csv needs nothing"
-        ) from None
-    return parquet
 
 
 class ParquetTable(Table):
@@ -61,27 +42,12 @@ class ParquetTable(Table):
         names = [name for name in self._schema.names if name in known or _NO_NAME.fullmatch(name)]
         return names if self._range_name is None else [self._range_name]
 
-    def chunks(
-        self, texts: Sequence[str], numbers: Sequence[str] = (), progress: Progress = no_progress
-    ) -> Iterator[Chunk]:
-        """See `Table.chunks`."""
-        step, first = CHUNK_BYTES // (8 * (len(numbers) + 2 * len(texts) + 1)) * 4, 0
-        with _readable(self.path):
-            for size, batch in self._batches([*texts, *numbers], max(1, step)):
-                columns = {name: self._texts(name, batch[name]) for name in texts}
-                values = np.empty((size, len(numbers)), np.float64)
-                for number, name in enumerate(numbers):
-                    values[:, number] = self._numbers(name, batch[name])
-                yield Chunk(first, columns, values)
-                first += size
-                progress(f"read {self.path.name}", first, self._ends[-1])
-
     def column(self, name: str) -> "pd.Series[Any]":
         """Read a column with the dtype that pandas has for it."""
         import pandas as pd
 
         with _readable(self.path):
-            parts = [batch[name].to_pandas() for _, batch in self._batches([name], CHUNK_BYTES)]
+            parts = [batch[name].to_pandas() for _, batch in self._read([name], CHUNK_BYTES)]
         return pd.concat(parts, ignore_index=True) if parts else pd.Series(dtype=object)
 
     def place(self, row: int, column: str | None = None) -> str:
@@ -137,7 +103,9 @@ class ParquetTable(Table):
     @cached_property
     def _footers(self) -> list[tuple[Any, int]]:
         """The schema and the number of rows of each part."""
-        parquet, footers = import_parquet(), []
+        from pyarrow import parquet
+
+        footers = []
         for part in self._parts:
             with _readable(part):
                 found = parquet.read_metadata(part)
@@ -162,13 +130,24 @@ class ParquetTable(Table):
         )
         return {key: found.get(key) for key in keys}
 
-    def _batches(self, names: Sequence[str], step: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _batches(
+        self, texts: Sequence[str], numbers: Sequence[str], progress: Progress
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        step, done = CHUNK_BYTES // (8 * (len(numbers) + 2 * len(texts) + 1)) * 4, 0
+        with _readable(self.path):
+            for num_rows, arrays in self._read([*texts, *numbers], max(1, step)):
+                yield num_rows, arrays
+                done += num_rows
+                progress(f"read {self.path.name}", done, self._ends[-1])
+
+    def _read(self, names: Sequence[str], step: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the number of rows and the Arrow arrays by column, for at most `step` rows."""
         import pyarrow as pa
+        from pyarrow import parquet
 
         for part in self._parts:
             added = self._folder_values(part)
-            with _readable(part), import_parquet().ParquetFile(part) as file:
+            with _readable(part), parquet.ParquetFile(part) as file:
                 found = [*file.schema_arrow.names, *added]
                 own = _range_of(file.schema_arrow, file.metadata.num_rows)
                 if own is not None and self._range_name is not None:
@@ -193,85 +172,6 @@ class ParquetTable(Table):
                             arrays[name] = pa.array(np.arange(rows.start, rows.stop, rows.step))
                     first += batch.num_rows
                     yield batch.num_rows, arrays
-
-    def _texts(self, name: str, column: Any) -> Texts:
-        import pyarrow as pa
-
-        kind = column.type
-        if str(kind) in ("string_view", "binary_view"):
-            column = column.cast(pa.large_binary() if "binary" in str(kind) else pa.large_string())
-        if pa.types.is_decimal(kind):
-            column = column.cast(pa.decimal256(76, kind.scale))
-        if pa.types.is_nested(kind):
-            raise self._wrong_text(name, kind)
-        encoded = column if pa.types.is_dictionary(kind) else column.dictionary_encode()
-        codes = encoded.indices.cast(pa.int64()).fill_null(-1).to_numpy(zero_copy_only=False)
-        # a dictionary may have values that no row has; -1 becomes the last place
-        counts = np.bincount(codes + 1, minlength=len(encoded.dictionary) + 1)
-        used = np.flatnonzero(counts[1:])
-        place = np.full(len(encoded.dictionary) + 1, len(used))
-        place[used] = np.arange(len(used))
-        values = self._as_texts(name, encoded.dictionary.take(pa.array(used)))
-        if counts[0]:
-            values = np.append(values, "")
-        return place[codes], values
-
-    def _as_texts(self, name: str, values: Any) -> Array:
-        """Return different values as texts: "" for a missing value."""
-        import pyarrow as pa
-
-        kind, types = values.type, pa.types
-        is_binary = types.is_binary(kind) or types.is_large_binary(kind)
-        is_binary = is_binary or types.is_fixed_size_binary(kind)
-        is_text = types.is_string(kind) or types.is_large_string(kind)
-        if is_text or is_binary or types.is_integer(kind):
-            try:
-                texts = values.cast(pa.large_string()).fill_null("")
-            except pa.ArrowInvalid:
-                raise self._wrong_text(name, kind, ", which is not UTF-8") from None
-            found: Array = texts.to_numpy(zero_copy_only=False)
-            return found.astype(object)
-        is_number = types.is_floating(kind) or types.is_decimal(kind)
-        if not (is_number or types.is_boolean(kind) or types.is_null(kind)):
-            raise self._wrong_text(name, kind)
-        if types.is_floating(kind):
-            values = values.cast(pa.float64())
-        texts = []
-        for value in values.to_pylist():
-            # NaN is not equal to itself
-            if value is None or value != value:
-                texts.append("")
-            elif isinstance(value, bool):
-                texts.append(str(value))
-            elif (isinstance(value, Decimal) or abs(value) < EXACT) and value == int(value):
-                texts.append(str(int(value)))
-            else:
-                raise self._wrong_text(name, kind, f" and the value {value}")
-        return np.array(texts, object)
-
-    def _wrong_text(self, name: str, kind: Any, why: str = "") -> ValueError:
-        return ValueError(
-            f"{self.path}: the column {name!r} has the type {kind}{why}\n\n"
-            "hint: ids, labels and parts are integers, texts, or true and false"
-        )
-
-    def _numbers(self, name: str, column: Any) -> Array:
-        import pyarrow as pa
-
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
-        kind, types = column.type, pa.types
-        kinds = (types.is_integer, types.is_floating, types.is_decimal, types.is_boolean)
-        if not any(is_kind(kind) for is_kind in (*kinds, types.is_null)):
-            known = column.drop_null()
-            example = f", such as {str(known[0].as_py())!r:.40}" if len(known) else ""
-            raise ValueError(
-                f"{self.path}: the column {name!r} has the type {kind}{example}, which is not a "
-                "number\n\n"
-                "hint: list the columns of features; give a column of lists as several columns"
-            )
-        found: Array = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-        return found
 
 
 @contextmanager

@@ -51,7 +51,6 @@ class TableGraph:
     Raises:
         FileNotFoundError: a file does not exist.
         ValueError: a file is not valid; the message names the line and the column.
-        RuntimeError: a file is parquet, and pyarrow is not installed.
     """
 
     best_accuracy: float | None = None

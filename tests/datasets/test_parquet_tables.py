@@ -4,13 +4,12 @@ from decimal import Decimal
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
+from pyarrow import parquet as pq
 
 import gcnzc
 from gcnzc.train.prediction_files import read_times
-
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
 
 IDS = [f"u{number}" for number in range(6)]
 NODES = pd.DataFrame(

@@ -1,9 +1,7 @@
 """Graphs in csv and parquet files, which a TOML file describes."""
 
 import gzip
-import importlib.util
 import json
-import sys
 
 import numpy as np
 import pandas as pd
@@ -183,17 +181,11 @@ def test_gzip_semicolons_and_files_without_header(tmp_path):
     check_people(prepare(path, tmp_path / "data"))
 
 
-def test_parquet_gives_what_csv_gives(tmp_path, monkeypatch):
+def test_parquet_gives_what_csv_gives(tmp_path):
     options = OPTIONS.replace(".csv", ".parquet")
     path = write(tmp_path / "in", options=options)
     (tmp_path / "in/nodes.parquet").touch()
     (tmp_path / "in/edges.parquet").touch()
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "pyarrow", None)
-        with pytest.raises(RuntimeError, match=r"need pyarrow.*\n\nhint: `pip install pyarrow`"):
-            gcnzc.prepare(path, tmp_path / "data")
-    if importlib.util.find_spec("pyarrow") is None:
-        pytest.skip("pyarrow is not installed")
     with pytest.raises(ValueError, match=r"edges.parquet cannot be read: .*\n\nhint: "):
         gcnzc.prepare(path, tmp_path / "data")
     texts = dict.fromkeys(("name", "from", "to"), str)
@@ -210,7 +202,6 @@ def test_parquet_gives_what_csv_gives(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", [bool, int, str])
 def test_parquet_tables_have_masks(tmp_path, kind):
-    pytest.importorskip("pyarrow")
     folder = tmp_path / "in"
     folder.mkdir()
     yes, no = ("yes", "no") if kind is str else (kind(1), kind(0))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import gcnzc
+from gcnzc.datasets import text_tables
 from gcnzc.datasets.table_graph import TableGraph
 
 SNAP = """\
@@ -76,7 +77,9 @@ def edges(graph):
         ("a.csv", '# c\nsource,target,note\nann,bob,"a\n#b"\n# c\nbob,cid,"#"\n', NAMES),
     ],
 )
-def test_published_lists_of_edges(file, text, expected, tmp_path):
+@pytest.mark.parametrize("block_bytes", [1, text_tables.BLOCK_BYTES])
+def test_published_lists_of_edges(file, text, expected, block_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(text_tables, "BLOCK_BYTES", block_bytes)
     graph = read(tmp_path, text, file)
     assert edges(graph) == expected
     # an id that no line has, such as 0, is no node
@@ -101,7 +104,7 @@ def test_published_lists_of_edges(file, text, expected, tmp_path):
         ("a.mtx", "3 3 2\n1 2\n3 4\n", "line 3, column '1': no node has the id '4'"),
         ("a.dat", "1::5\n2::6\n", r"among 1::5\n\nhint: separator in \[edges\] is the char"),
         ("a.txt", "1 2 3\n2 3\n", r"line 2: 2 cells, but .* 3 columns\n\nhint: .*' ' is in q"),
-        ("a.txt", "# c\n\n1 2\n2 3\n3 4 5\n", "Expected 2 fields in line 5, saw 3"),
+        ("a.txt", "# c\n\n1 2\n2 3\n3 4 5\n", "line 5: 3 cells, but there are 2 columns"),
         ("a.csv", ",source,target\n0,a,b\n", "the first line has '', .*(.|\n)*index=False"),
         ("a.csv", "ann,bob,3\n", r"the first line has '3', which is not the name of a column"),
     ],

@@ -10,7 +10,6 @@ import numpy as np
 
 from gcnzc.cli.options import PredictConfig
 from gcnzc.cli.output import print_json
-from gcnzc.datasets.parquet_tables import import_parquet
 from gcnzc.datasets.source import SPLITS
 from gcnzc.system import files
 from gcnzc.train import evaluation
@@ -30,8 +29,6 @@ def evaluate_command(config: EvaluateConfig, reporter: Reporter) -> None:
 def predict_command(config: PredictConfig, reporter: Reporter) -> None:
     """`gcnzc predict`."""
     began = time.perf_counter()
-    if config.out.suffix == ".parquet":
-        import_parquet()
     trained = open_trained(config.run, config.data, config.device)
     is_replaced = config.out.exists()
     how = {
