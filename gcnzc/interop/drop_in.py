@@ -174,6 +174,11 @@ class LibraryBatch(Batch):
             parts=parts,
         )
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the minibatch."""
+        return self.nodes.device
+
     def node_ids(self) -> dict[str, Tensor]:
         """Return the ids of all nodes by node type."""
         return dict(self.by_type)
@@ -194,7 +199,7 @@ class LibraryBatch(Batch):
         for sources in by_dtype.values():
             copies |= zip(sources, copy([*sources.values()]), strict=True)
         values = {key: copies.get(id(value), value) for key, value in self.values.items()}
-        return replace(self, by_type=nodes, values=values)
+        return replace(self, nodes=next(iter(nodes.values())), by_type=nodes, values=values)
 
     def set_features(self, x: Mapping[str, Tensor]) -> None:
         """Add the features that the loader has gathered, by node type."""
@@ -589,9 +594,13 @@ class DropInLoader(DataLoader[Any], ABC):
     def _finish_minibatch(self, batch: LibraryBatch) -> Any:
         """Return the library's minibatch, built in the caller's thread and on its stream."""
 
-    @abstractmethod
     def _sample_on_host(self, items: Tensor, epoch: int) -> Any:
         """Return the library's minibatch of some items on the host, sampled synchronously."""
+        self._check_open()
+        batch = self.sample(items, epoch)
+        for kind, (name, column) in batch.prefetched.items():
+            batch.values[kind, name] = column.gather_on_device(batch.by_type[kind])
+        return self._finish_minibatch(batch)
 
     def _set_seed(self, seed: int) -> None:
         self._seed = seed

@@ -4,6 +4,7 @@ import inspect
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,20 +69,17 @@ class Options:
         Raises:
             TypeError, ValueError: the message names the argument.
         """
-        checked: dict[str, Any] = {
-            "shuffle": check_flag("shuffle", self.shuffle),
-            "drop_last": check_flag("drop_last", self.drop_last),
-        }
-        if self.seed is not None:
-            checked["seed"] = check_seed("seed", self.seed)
-        if self.rank is not None:
-            checked["rank"] = check_integer("rank", self.rank, 0)
-        if self.world_size is not None:
-            checked["world_size"] = check_integer("world_size", self.world_size, 1)
-        if self.threads is not None:
-            checked["threads"] = check_integer("threads", self.threads, 1, THREADS_LIMIT)
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        for name, check in (
+            ("shuffle", check_flag),
+            ("drop_last", check_flag),
+            ("seed", check_seed),
+            ("rank", partial(check_integer, least=0)),
+            ("world_size", partial(check_integer, least=1)),
+            ("threads", partial(check_integer, least=1, most=THREADS_LIMIT)),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, check(name, value))
         if self.dataloader_options.get("generator") is not None:
             check_kind("generator", self.dataloader_options["generator"], torch.Generator)
 

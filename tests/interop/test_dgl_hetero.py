@@ -603,7 +603,7 @@ PAIR = torch.tensor([3]), torch.tensor([6])
         ("reverse", {"in": "writes"}, "is not the reverse of .*other types of nodes"),
         ("reverse", {"cites": "cites"}, "edge .* of type .* is not the reverse of edge"),
         ("eids", torch.arange(800), "exclude is 'reverse_id', but reverse_eids is a tensor"),
-        ("eids", {"in": torch.arange(150)}, "reverse_eids has nothing for the 800 edges"),
+        ("eids", {"in": torch.arange(150)}, "reverse_eids has no id for each"),
         ("eids", {CITES: torch.arange(800)}, "edge .* is not the reverse of edge"),
         ("negatives", 5, "returned a int"),
         ("negatives", {IN: PAIR}, "returned nodes from 6 to 6 for .*but 'venue' has 6 nodes"),
@@ -618,7 +618,7 @@ def test_reverse_types_need_as_many_edges():
     graph = make_graph()
     graph.add_edges([0], [0], etype="writes")
     sampler = edge_sampler("reverse_types", (2,))
-    with pytest.raises(ValueError, match=r"has 501 edges, but .* has 500"):
+    with pytest.raises(ValueError, match="another number of edges"):
         DataLoader(graph, {"writes": torch.arange(3)}, sampler)
 
 

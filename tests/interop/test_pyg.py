@@ -224,7 +224,7 @@ def test_a_table_store_is_a_feature_store(data):
     assert torch.equal(store.get_tensor(None, "x", ids), data.x[ids])
     assert torch.equal(store.get_tensor("author", "x", None), data.x[:9])
     assert torch.equal(store["author", "x", slice(2, 6, 2)], data.x[2:6:2])
-    assert torch.equal(store["author", "x", 3], data.x[3:4])
+    assert torch.equal(store["author", "x", 3], data.x[3])
     assert store.get_tensor_size("author", "x") == (9, 6)
     assert store.get_tensor_size("author", "y") is None
     attrs = store.get_all_tensor_attrs()

@@ -266,9 +266,11 @@ def test_a_store_without_a_tensor_is_reported(data):
     (features, edges), _ = to_stores(data)
     loader = ours.NeighborLoader((features, edges), [2], "user")
     features.tensors["user", "x"] = None
-    with pytest.raises(ValueError, match="the feature store returned None for 1 id of user, x"):
+    with pytest.raises(ValueError, match="the feature store returned None for user, x, not 1 rows"):
         next(iter(loader))
     for wrong in (torch.rand(9, 2), torch.tensor(1.0)):
         features._get_tensor = lambda attr, rows=wrong: rows
-        with pytest.raises(ValueError, match=r"the feature store returned .* for 1 id of user, x"):
+        with pytest.raises(
+            ValueError, match=r"the feature store returned .* for user, x, not 1 rows"
+        ):
             next(iter(loader))

@@ -12,7 +12,7 @@ from torch import Tensor
 from gcnzc.graph.hetero.graph import EdgeType
 from gcnzc.interop.dgl.blocks import Kind
 from gcnzc.interop.dgl.importing import import_dgl
-from gcnzc.system.arguments import as_ids, check_fanouts, describe
+from gcnzc.system.arguments import as_ids, check_choice, check_fanouts, describe
 
 
 def check_graph(graph: Any) -> None:
@@ -41,8 +41,7 @@ def check_sampler(graph_sampler: Any, sampler_library: Any) -> None:
         ValueError: the sampler is not supported, or `sampler_library` is unknown.
     """
     loading = import_dgl().dataloading
-    if not isinstance(sampler_library, str) or sampler_library not in ("gcnzc", "dgl"):
-        raise ValueError(f"sampler_library is {describe(sampler_library)}, not 'gcnzc' or 'dgl'")
+    check_choice("sampler_library", sampler_library, ("gcnzc", "dgl"))
     inner = graph_sampler
     if isinstance(graph_sampler, loading.EdgePredictionSampler):
         inner = graph_sampler.sampler
@@ -118,45 +117,48 @@ def fanouts_by_type(graph: Any, fanouts: Any) -> dict[EdgeType, tuple[int, ...]]
     }
 
 
-def check_reverse_edges(graph: Any, sampler: Any, edge_types: Iterable[Any]) -> None:
-    """Check which edges an edge prediction sampler excludes.
+def reverse_edges(
+    graph: Any, sampler: Any, edge_types: Iterable[Any] = ()
+) -> dict[EdgeType, tuple[EdgeType, Tensor | None]]:
+    """Return the reverse edges that an edge prediction sampler excludes.
 
     Args:
         graph: a DGL graph.
         sampler: an `EdgePredictionSampler`.
         edge_types: of the edges to iterate over.
 
+    Returns:
+        For edge types the type of the reverse edges, and their ids by edge; None for the same ids.
+
     Raises:
         ValueError: the reverse edges of an edge type are missing or wrong.
     """
-    if sampler.exclude == "reverse_types":
-        given = sampler.reverse_etypes
-        if not isinstance(given, Mapping) or not given:
-            raise ValueError(f"exclude is 'reverse_types', but reverse_etypes is {describe(given)}")
-        for key, value in given.items():
-            each, other = (find_edge_type("reverse_etypes", graph, name) for name in (key, value))
-            if (each[0], each[2]) != (other[2], other[0]):
-                raise ValueError(
-                    f"reverse_etypes: {other} is not the reverse of {each}, since it connects "
-                    "other types of nodes"
-                )
-            if graph.num_edges(each) != graph.num_edges(other):
-                raise ValueError(
-                    f"reverse_etypes: {each} has {graph.num_edges(each)} edges, but {other} has "
-                    f"{graph.num_edges(other)}"
-                )
-    if sampler.exclude == "reverse_id":
-        ids = sampler.reverse_eids
-        if not isinstance(ids, Mapping) and len(graph.canonical_etypes) == 1:
-            ids = {graph.canonical_etypes[0]: ids}
-        if not isinstance(ids, Mapping):
-            raise ValueError(f"exclude is 'reverse_id', but reverse_eids is {describe(ids)}")
-        own = {find_edge_type("reverse_eids", graph, key): value for key, value in ids.items()}
+    argument = {"reverse_types": "reverse_etypes", "reverse_id": "reverse_eids"}.get(
+        sampler.exclude if isinstance(sampler.exclude, str) else ""
+    )
+    if argument is None:
+        return {}
+    given = getattr(sampler, argument)
+    if isinstance(given, Tensor) and len(graph.canonical_etypes) == 1:
+        given = {graph.canonical_etypes[0]: given}
+    if not isinstance(given, Mapping) or not given:
+        raise ValueError(f"exclude is {sampler.exclude!r}, but {argument} is {describe(given)}")
+    own = {find_edge_type(argument, graph, key): value for key, value in given.items()}
+    if argument == "reverse_eids":
         for each in edge_types:
-            count = graph.num_edges(each)
-            if each not in own or own[each] is None or len(own[each]) < count:
-                found = "nothing" if own.get(each) is None else f"{len(own[each])} ids"
-                raise ValueError(f"reverse_eids has {found} for the {count} edges of type {each}")
+            if own.get(each) is None or len(own[each]) < graph.num_edges(each):
+                raise ValueError(f"{argument} has no id for each of the edges of type {each}")
+        return {each: (each, ids) for each, ids in own.items()}
+    found: dict[EdgeType, tuple[EdgeType, Tensor | None]] = {}
+    for each, key in own.items():
+        other = find_edge_type(argument, graph, key)
+        if each[::2] != other[::-2] or graph.num_edges(each) != graph.num_edges(other):
+            raise ValueError(
+                f"{argument}: {other} is not the reverse of {each}, since it connects other types "
+                "of nodes, or has another number of edges"
+            )
+        found[each] = other, None
+    return found
 
 
 def check_kinds(argument: str, graph: Any, names: Any, is_edges: bool) -> list[tuple[Kind, str]]:
@@ -209,6 +211,8 @@ class Items:
             items: (B,) int64 indices of `ids`.
         """
         ids = self.ids[items]
+        if len(self.by_type) == 1:
+            return dict.fromkeys(self.by_type, ids)
         ends = np.cumsum([len(own) for own in self.by_type.values()])
         types = torch.from_numpy(np.searchsorted(ends, items.numpy(), side="right"))
         found = {kind: ids[types == number] for number, kind in enumerate(self.by_type)}

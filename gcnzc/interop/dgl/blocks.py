@@ -7,7 +7,7 @@ block. This module constructs DGL's graph index from our tensors directly, as DG
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -123,8 +123,10 @@ def with_weights(graph: Any, csc: CscGraph, name: str) -> CscGraph:
     return replace(csc, graph=HeteroGraph(nodes, edges, check=False))
 
 
-class GraphView:
-    """The data of a DGL graph as it was at one time, for the epochs that began then.
+class BlockBuilder:
+    """Builds DGL's blocks and graphs, with the data that the whole graph had at one time.
+
+    As in DGL's own blocks, rows of the data are gathered when they are first read.
 
     Args:
         graph: a DGL graph on the host.
@@ -143,6 +145,12 @@ class GraphView:
         self._dgl, self._block_class = import_dgl(), block_class()
         self.dtype: torch.dtype = graph.idtype
         self._empty = torch.empty(0, dtype=self.dtype)
+        # the sources' types, then the destinations'
+        numbers = {kind: number for number, kind in enumerate(graph.ntypes)}
+        src, dst = ([numbers[each[end]] for each in graph.canonical_etypes] for end in (0, 2))
+        self._block_metagraph = self._dgl.graph_index.from_coo(
+            2 * len(numbers), src, [len(numbers) + number for number in dst], True
+        )
 
     @property
     def is_outdated(self) -> bool:
@@ -154,25 +162,6 @@ class GraphView:
         other = copy.copy(self)
         other.graph = self._given_graph.local_var()
         return other
-
-
-class BlockBuilder(GraphView):
-    """Builds DGL's blocks and graphs, with the node and edge data of the whole graph.
-
-    As in DGL's own blocks, rows of the data are gathered when they are first read.
-
-    Args:
-        graph: a DGL graph on the host.
-    """
-
-    def __init__(self, graph: Any) -> None:
-        super().__init__(graph)
-        # the sources' types, then the destinations'
-        numbers = {kind: number for number, kind in enumerate(graph.ntypes)}
-        src, dst = ([numbers[each[end]] for each in graph.canonical_etypes] for end in (0, 2))
-        self._block_metagraph = self._dgl.graph_index.from_coo(
-            2 * len(numbers), src, [len(numbers) + number for number in dst], True
-        )
 
     @cached_property
     def csc(self) -> CscGraph:
@@ -190,62 +179,35 @@ class BlockBuilder(GraphView):
         Args:
             batch: of a `HeteroSampler` with `once=False`, with edge ids.
         """
-        assert batch.num_edges is not None, "directional subgraphs have numbers of edges"
+        assert batch.edge_ids is not None, "the sampler returns edge ids"
+        dgl, graph, convert = self._dgl, self.graph, partial(convert_ids, dtype=self.dtype)
         num_nodes = {kind: [*accumulate(own)] for kind, own in batch.num_nodes.items()}
-        num_hops = len(next(iter(num_nodes.values()))) - 1
         # converted once, for all blocks
-        nodes = {kind: convert_ids(ids, self.dtype) for kind, ids in batch.nodes.items()}
+        nodes = {kind: convert(ids) for kind, ids in batch.nodes.items()}
+        # the numbers of edges in earlier hops
         ends = dict.fromkeys(batch.indices, 0)
         blocks = []
-        for hop in range(num_hops):
-            counts = {kind: (own[hop], own[hop + 1]) for kind, own in num_nodes.items()}
-            edges = {each: batch.csc(each, hop) for each in batch.indices}
-            begins = ends
-            ends = {each: begins[each] + len(indices) for each, (_, indices) in edges.items()}
-            slices = {each: slice(begins[each], ends[each]) for each in edges}
-            blocks.append(self._block(batch, nodes, counts, edges, slices))
-        return blocks[::-1]
-
-    def _block(
-        self,
-        batch: HeteroBatch,
-        nodes: Mapping[str, Tensor],
-        counts: Mapping[str, tuple[int, int]],
-        edges: Mapping[EdgeType, tuple[Tensor, Tensor]],
-        slices: Mapping[EdgeType, slice],
-    ) -> Any:
-        """Return the block of one hop.
-
-        Args:
-            batch: the batch.
-            nodes: ids of all its nodes by type.
-            counts: the numbers of destinations and sources by type.
-            edges: offsets and sources of the edges of the hop by type.
-            slices: their places among the edges of all hops.
-        """
-        assert batch.edge_ids is not None, "DGL's blocks have edge ids"
-        dgl, graph = self._dgl, self.graph
-        relations, id_columns = [], []
-        for each in graph.canonical_etypes:
-            (indptr, indices), part = edges[each], slices[each]
-            num_dst, num_src = counts[each[2]][0], counts[each[0]][1]
-            relation = dgl.heterograph_index.create_unitgraph_from_csr(
-                *(2, num_src, num_dst),
-                convert_ids(indptr, self.dtype),
-                convert_ids(indices, self.dtype),
-                make_edge_numbers(part.stop - part.start, self.dtype),
-                *(FORMATS, True),
+        for hop in range(len(next(iter(num_nodes.values()))) - 1):
+            num_dst, num_src = (
+                {kind: own[end] for kind, own in num_nodes.items()} for end in (hop, hop + 1)
             )
-            relations.append(relation)
-            edge_ids = self.csc.edge_ids[each]
-            id_columns.append(make_id_column(edge_ids, batch.edge_ids[each][part], self.dtype))
-        num_src_nodes = [counts[each][1] for each in graph.ntypes]
-        num_dst_nodes = [counts[each][0] for each in graph.ntypes]
-        sizes = [*num_src_nodes, *num_dst_nodes]
-        index = self._join(self._block_metagraph, relations, sizes)
-        block = self._block_class(index, (graph.ntypes, graph.ntypes), graph.etypes)
-        ids = [nodes[kind][: counts[kind][end]] for end in (1, 0) for kind in graph.ntypes]
-        return self._attach_data(block, graph._node_frames * 2, ids, id_columns)
+            relations, id_columns = [], []
+            for each in graph.canonical_etypes:
+                indptr, indices = batch.csc(each, hop)
+                begin, ends[each] = ends[each], ends[each] + len(indices)
+                relation = dgl.heterograph_index.create_unitgraph_from_csr(
+                    *(2, num_src[each[0]], num_dst[each[2]], convert(indptr), convert(indices)),
+                    *(make_edge_numbers(len(indices), self.dtype), FORMATS, True),
+                )
+                relations.append(relation)
+                positions = batch.edge_ids[each][begin : ends[each]]
+                id_columns.append(make_id_column(self.csc.edge_ids[each], positions, self.dtype))
+            counts = [own[kind] for own in (num_src, num_dst) for kind in graph.ntypes]
+            index = self._join(self._block_metagraph, relations, counts)
+            block = self._block_class(index, (graph.ntypes, graph.ntypes), graph.etypes)
+            ids = [nodes[kind][:n] for kind, n in zip(graph.ntypes * 2, counts, strict=True)]
+            blocks.append(self._attach_data(block, graph._node_frames * 2, ids, id_columns))
+        return blocks[::-1]
 
     def build_pair_graph(
         self, nodes: Mapping[str, Tensor], ends: Ends, edges: Mapping[EdgeType, Tensor] | None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.graph.hetero.graph import EdgeType
-from gcnzc.interop.dgl.arguments import fanouts_by_type, find_edge_type
+from gcnzc.interop.dgl.arguments import fanouts_by_type, find_edge_type, reverse_edges
 from gcnzc.interop.dgl.blocks import BlockBuilder, Ends, convert_ids, with_weights
 from gcnzc.interop.dgl.dgl_sampler import sampling_thread
 from gcnzc.interop.dgl.importing import import_dgl
@@ -97,18 +97,7 @@ class EdgeEngine:
     def __init__(self, blocks: BlockBuilder, graph_sampler: Any, seed: int) -> None:
         self.blocks, self._graph_sampler, self._seed = blocks, graph_sampler, seed
         self._sampler = _make_sampler(blocks, graph_sampler.sampler, seed)
-        self._reverse_ids: Any = graph_sampler.reverse_eids
-        if isinstance(self._reverse_ids, Mapping):
-            self._reverse_ids = {
-                find_edge_type("reverse_eids", blocks.graph, each): own
-                for each, own in self._reverse_ids.items()
-            }
-        self._reverse_types = {
-            find_edge_type("reverse_etypes", blocks.graph, each): find_edge_type(
-                "reverse_etypes", blocks.graph, own
-            )
-            for each, own in (graph_sampler.reverse_etypes or {}).items()
-        }
+        self._reverse_edges = reverse_edges(blocks.graph, graph_sampler)
 
     def sample(self, items: EdgeItems, epoch: int) -> Result:
         """See `Engine`."""
@@ -166,55 +155,23 @@ class EdgeEngine:
             return {}
         excluded = {each: [ids] for each, ids in items.items()}
         for each, ids in items.items():
-            found = self._reverse_edges(each, ids)
-            if found is None:
+            if each not in self._reverse_edges:
                 continue
-            other, reverse = found
+            other, reverse_ids = self._reverse_edges[each]
+            reverse = ids if reverse_ids is None else reverse_ids[ids].long()
             # as in DGL, ids that are not edges exclude nothing
             is_edge = (reverse >= 0) & (reverse < self.blocks.graph.num_edges(other))
             reverse = reverse[is_edge]
             src, dst = self._ends_of(other, reverse)
             is_reverse = (src == ends[each][1][is_edge]) & (dst == ends[each][0][is_edge])
-            _check_reverse_pairs(is_reverse, ids[is_edge], reverse, exclude, (each, other))
+            if not bool(is_reverse.all()):
+                place = int((~is_reverse).nonzero()[0])
+                raise ValueError(
+                    f"exclude={exclude!r}: edge {int(reverse[place])} of type {other} is not the "
+                    f"reverse of edge {int(ids[is_edge][place])} of type {each}"
+                )
             excluded.setdefault(other, []).append(reverse)
         return {each: torch.cat(parts) for each, parts in excluded.items()}
-
-    def _reverse_edges(self, edge_type: EdgeType, ids: Tensor) -> tuple[EdgeType, Tensor] | None:
-        """Return the type and DGL's ids of the reverses of edges; None if the type has none."""
-        exclude = self._graph_sampler.exclude
-        if exclude == "reverse_types" and edge_type in self._reverse_types:
-            return self._reverse_types[edge_type], ids
-        if exclude == "reverse_id":
-            own = self._reverse_ids
-            own = own[edge_type] if isinstance(own, Mapping) else own
-            return edge_type, own[ids].long()
-        return None
-
-
-_ARGUMENTS = {"reverse_id": "reverse_eids", "reverse_types": "reverse_etypes"}
-
-
-def _check_reverse_pairs(
-    is_reverse: Tensor, ids: Tensor, reverse: Tensor, exclude: str, types: tuple[EdgeType, EdgeType]
-) -> None:
-    """Check that edges are the reverses of others.
-
-    Args:
-        is_reverse: (P,) whether they are.
-        ids: (P,) ids of the others.
-        reverse: (P,) ids of the reverse edges.
-        exclude: the sampler's.
-        types: of the others and of the reverse edges.
-
-    Raises:
-        ValueError: one is not.
-    """
-    if not bool(is_reverse.all()):
-        place = int((~is_reverse).nonzero()[0])
-        raise ValueError(
-            f"{_ARGUMENTS[exclude]}: edge {int(reverse[place])} of type {types[1]} is not the "
-            f"reverse of edge {int(ids[place])} of type {types[0]}"
-        )
 
 
 def _check_negatives(name: str, found: Any, graph: Any) -> dict[EdgeType, tuple[Tensor, Tensor]]:

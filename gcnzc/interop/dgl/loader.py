@@ -18,9 +18,9 @@ from gcnzc.interop.dgl.arguments import (
     check_graph,
     check_items,
     check_kinds,
-    check_reverse_edges,
     check_sampler,
     find_type,
+    reverse_edges,
 )
 from gcnzc.interop.dgl.blocks import BlockBuilder, Kind, fill_lazy_features, is_typed
 from gcnzc.interop.dgl.engines import DglEngine, EdgeEngine, Engine, NodeEngine, is_native
@@ -184,7 +184,7 @@ class DataLoader(DropInLoader):
         check_graph(self.graph)
         check_items(self._items.by_type, self.graph, self._is_edges)
         if self._is_edges:
-            check_reverse_edges(self.graph, self.graph_sampler, self._items.by_type)
+            reverse_edges(self.graph, self.graph_sampler, self._items.by_type)
         return BlockBuilder(self.graph)
 
     def _refresh_attributes(self) -> None:
@@ -218,30 +218,22 @@ class DataLoader(DropInLoader):
         self._set_prefetched(self._prefetched)
 
     def _finish_minibatch(self, batch: LibraryBatch) -> Any:
-        if self.device.type != "cpu":
-            *parts, blocks = batch.parts
-            parts = [_to_device(part, self.device) for part in parts]
-            batch.parts = (*parts, [block.to(self.device) for block in blocks])
-        return self._finish(batch)
-
-    def _sample_on_host(self, items: Tensor, epoch: int) -> Any:
-        self._check_open()
-        if self._blocks.is_outdated:
-            with self._refreshing:
-                self._refresh_attributes()
-        batch = self.sample(items, epoch)
-        for kind, (name, column) in self._prefetched.items():
-            batch.values[kind, name] = column.gather_on_device(batch.by_type[kind])
-        return self._finish(batch)
-
-    def _finish(self, batch: LibraryBatch) -> Any:
         *parts, blocks = batch.parts
+        if batch.device.type != "cpu":
+            parts = [_to_device(part, batch.device) for part in parts]
+            blocks = [block.to(batch.device) for block in blocks]
         if not self._is_edges and not isinstance(self.indices, Mapping):
             # as in DGL, output nodes are a dictionary if the indices were given as one
             (parts[1],) = parts[1].values()
         for (kind, name), rows in batch.values.items():
             blocks[0].srcnodes[kind].data[name] = rows
         return (*parts, blocks)
+
+    def _sample_on_host(self, items: Tensor, epoch: int) -> Any:
+        if self._blocks.is_outdated:
+            with self._refreshing:
+                self._refresh_attributes()
+        return super()._sample_on_host(items, epoch)
 
     def _settings(self) -> dict[str, Any]:
         inner = _block_sampler(self.graph_sampler)

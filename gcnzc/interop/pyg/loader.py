@@ -204,15 +204,11 @@ class PygLoader(DropInLoader):
         values |= fields
         return LibraryBatch.of(batch.nodes, values, found.prefetched, parts=ids)
 
-    def _sample_on_host(self, items: Tensor, epoch: int) -> Any:
-        self._check_open()
-        return self._finish_minibatch(self.sample(items, epoch))
-
     def _finish_minibatch(self, batch: LibraryBatch) -> Any:
         """Return the `Data` or `HeteroData` of a minibatch, on the device of its nodes."""
         found, values = self._found, dict(batch.values)
         data = copy.copy(found.template)
-        device = next(iter(batch.by_type.values())).device
+        device = batch.device
         if device.type != "cpu":
             # what is not on the device already
             values = {

@@ -7,6 +7,7 @@ Importing this module imports PyG.
 
 import copy
 from collections.abc import Collection, Mapping
+from functools import partialmethod
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
+from gcnzc.graph.hetero.graph import HeteroGraph
 from gcnzc.graph.hetero.times import TimeUnit
 from gcnzc.interop.engine import NODE
 from gcnzc.interop.pyg.importing import import_pyg
@@ -90,36 +91,31 @@ class StoredData:
             chosen.setdefault(attr.edge_type, attr)
         tensors = feature_store.get_all_tensor_attrs()
         if self._is_typed:
-            self._read_types(graph_store, {each.edge_type: None for each in attrs}, chosen, tensors)
+            # in the order of the store
+            types = dict.fromkeys(attr.edge_type for attr in attrs)
+            groups = [attr.group_name for attr in tensors if isinstance(attr.group_name, str)]
+            for name in dict.fromkeys([*groups, *(end for each in types for end in each[::2])]):
+                self.structure[name].num_nodes = self._num_nodes_of(name, graph_store)
         else:
-            attr = chosen[None]
-            self.structure.edge_index = _to_coo(graph_store.get_edge_index(attr), attr)
-            self.structure.num_nodes = self._num_nodes(attr, tensors)
+            types = {None: None}
+            self.structure.num_nodes = self._num_nodes(chosen[None], tensors)
+        for each in types:
+            edges = graph_store.get_edge_index(chosen[each])
+            (self.structure[each] if each else self.structure).edge_index = _to_coo(
+                edges, chosen[each]
+            )
         for attr in tensors:
-            if attr.attr_name in names:
-                store = self._store_of(attr.group_name)
-                if store is not None:
-                    attr = _indexed(attr, None)
-                    store[attr.attr_name] = _to_tensor(attr, feature_store.get_tensor(attr))
+            store = self._store_of(attr.group_name) if attr.attr_name in names else None
+            if store is not None:
+                attr = _indexed(attr, None)
+                store[attr.attr_name] = _to_tensor(attr, feature_store.get_tensor(attr))
 
-    def _read_types(
-        self,
-        graph_store: Any,
-        edge_types: Mapping[EdgeType, None],
-        chosen: Mapping[EdgeType, Any],
-        tensors: list[Any],
-    ) -> None:
-        groups = [attr.group_name for attr in tensors if isinstance(attr.group_name, str)]
-        ends = [name for each in edge_types for name in (each[0], each[2])]
-        for name in dict.fromkeys([*groups, *ends]):
-            try:
-                number = _pyg.data.remote_backend_utils.num_nodes(self._features, graph_store, name)
-            except ValueError:
-                raise _unknown_size(f"node type {name!r}") from None
-            self.structure[name].num_nodes = int(number)
-        for each in edge_types:
-            attr = chosen[each]
-            self.structure[each].edge_index = _to_coo(graph_store.get_edge_index(attr), attr)
+    def _num_nodes_of(self, node_type: str, graph_store: Any) -> int:
+        find = _pyg.data.remote_backend_utils.num_nodes
+        try:
+            return int(find(self._features, graph_store, node_type))
+        except ValueError:
+            raise _unknown_size(f"node type {node_type!r}") from None
 
     def _num_nodes(self, edge_attr: Any, tensors: list[Any]) -> int:
         if edge_attr.size is not None:
@@ -180,40 +176,13 @@ class StoredAttributes:
 
 
 def _to_coo(edges: Any, attr: Any) -> Tensor:
-    """Return edges in the layout of `attr` as (2, E) int64 sources and destinations.
-
-    Raises:
-        ValueError: they are not integers, or their lengths or offsets do not fit together.
-    """
+    """Return edges in the layout of `attr` as (2, E) sources and destinations."""
     row, col = (torch.as_tensor(ids).cpu() for ids in edges)
-    layout = attr.layout.value
-    name = "the edges" if attr.edge_type is None else f"the edges of {attr.edge_type}"
-    for ids in (row, col):
-        if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise ValueError(
-                f"the graph store returned {describe(ids)} for {name}, not integers (E,)"
-            )
-    row, col = row.long(), col.long()
-    if layout == "csr":
-        row = _expand(row, len(col), name)
-    elif layout == "csc":
-        col = _expand(col, len(row), name)
-    elif len(row) != len(col):
-        raise ValueError(
-            f"the graph store returned {len(row)} sources and {len(col)} destinations for {name}"
-        )
+    if attr.layout.value == "csr":
+        row = _pyg.index.ptr2index(row)
+    elif attr.layout.value == "csc":
+        col = _pyg.index.ptr2index(col)
     return torch.stack([row, col])
-
-
-def _expand(offsets: Tensor, num_edges: int, name: str) -> Tensor:
-    """Return the (E,) row (CSR) or column (CSC) of each edge."""
-    steps = offsets.diff()
-    is_valid = len(offsets) > 0 and int(offsets[0]) == 0 and int(offsets[-1]) == num_edges
-    if not is_valid or bool((steps < 0).any()):
-        raise ValueError(
-            f"the graph store returned offsets for {name} that do not fit its {num_edges} edges"
-        )
-    return torch.arange(len(steps)).repeat_interleave(steps)
 
 
 def _indexed(attr: Any, index: Tensor | None) -> Any:
@@ -228,26 +197,80 @@ def _to_tensor(attr: Any, rows: Any) -> Tensor:
     is_whole = attr.index is None
     if isinstance(rows, Tensor) and rows.ndim and (is_whole or len(rows) == len(attr.index)):
         return rows
-    count = 0 if is_whole else len(attr.index)
-    ids = f"{count} id{'s' * (count != 1)} of " if count else ""
-    hint = "hint: get_tensor returns a tensor or an array with one row for each id"
-    if count == 1:
-        # NumPy takes a tensor with one element as a number
-        hint += "; index a NumPy array by attr.index.numpy()"
     raise ValueError(
-        f"the feature store returned {describe(rows)} for {ids}{attr.group_name}, "
-        f"{attr.attr_name}\n\n{hint}"
+        f"the feature store returned {describe(rows)} for {attr.group_name}, {attr.attr_name}, not "
+        f"{'a tensor' if is_whole else f'{len(attr.index)} rows'}"
     )
 
 
 def _unknown_size(what: str) -> ValueError:
-    return ValueError(
-        f"the number of nodes of {what} is unknown\n\n"
-        "hint: put_edge_index(..., size=(num_src, num_dst)), or a tensor with a row for each node"
-    )
+    return ValueError(f"the number of nodes of {what} is unknown")
 
 
-class HeteroFeatureStore(_pyg.data.FeatureStore):  # type: ignore[misc, name-defined]
+class TableStore(_pyg.data.FeatureStore):  # type: ignore[misc, name-defined]
+    """A PyG feature store of tables: `store["paper", "x", ids]` gathers rows.
+
+    Args:
+        tables: feature tables by (node type, name); or by name, for a graph without types, whose
+            node type is None in PyG.
+
+    Raises:
+        TypeError: `tables` is not a mapping.
+        ValueError: a value is neither a table nor a tensor of two dimensions.
+    """
+
+    def __init__(self, tables: Mapping[Any, FeatureTable]) -> None:
+        check_kind("tables", tables, Mapping, "{'x': gcnzc.FeatureTable(rows)}")
+        super().__init__()
+        # the rows, and the rows that ids stand for; None if they are the ids
+        values: dict[tuple[Any, str], tuple[FeatureTable | Tensor, Tensor | None]] = {}
+        self.__dict__["_values"] = values
+        for key, table in tables.items():
+            key = key if isinstance(key, tuple) else (None, key)
+            self._put_tensor(table, _pyg.data.TensorAttr(*key, None))
+
+    def _put_tensor(self, tensor: Any, attr: Any) -> bool:
+        name = f"{attr.group_name}, {attr.attr_name}"
+        if attr.index is not None:
+            raise ValueError(f"{name} was given with an index: a table cannot replace single rows")
+        if isinstance(tensor, Tensor | np.ndarray):
+            tensor = FeatureTable(torch.as_tensor(tensor))
+        if not isinstance(tensor, FeatureTable):
+            raise ValueError(f"{name} is a {type(tensor).__name__}")
+        self._values[attr.group_name, attr.attr_name] = tensor, None
+        return True
+
+    def _get_tensor(self, attr: Any) -> Tensor | None:
+        values, order = self._values.get((attr.group_name, attr.attr_name), (None, None))
+        if values is None:
+            return None
+        ids = attr.index
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
+            # None, a slice, a mask, a list or one id
+            num_rows = values.num_rows if isinstance(values, FeatureTable) else len(values)
+            ids = torch.arange(num_rows, device=values.device)[slice(None) if ids is None else ids]
+        index = ids.flatten() if order is None else order[ids.flatten()]
+        if isinstance(values, FeatureTable):
+            rows = values.gather(index)
+        else:
+            rows = values.index_select(0, index)
+        return rows.unflatten(0, ids.shape) if ids.ndim else rows[0]
+
+    def _remove_tensor(self, attr: Any) -> bool:
+        return self._values.pop((attr.group_name, attr.attr_name), None) is not None
+
+    def _get_tensor_size(self, attr: Any) -> tuple[int, ...] | None:
+        values, _ = self._values.get((attr.group_name, attr.attr_name), (None, None))
+        if isinstance(values, FeatureTable):
+            return values.num_rows, values.num_columns
+        return None if values is None else tuple(values.shape)
+
+    def get_all_tensor_attrs(self) -> list[Any]:
+        """Return the group and the name of each tensor."""
+        return [_pyg.data.TensorAttr(*key) for key in self._values]
+
+
+class HeteroFeatureStore(TableStore):
     """The features, labels and times of a `HeteroGraph` as a PyG `FeatureStore`.
 
     Node types have the attributes `x`, `y` and `time`, edge types `edge_attr`, `time` and `weight`,
@@ -268,57 +291,23 @@ class HeteroFeatureStore(_pyg.data.FeatureStore):  # type: ignore[misc, name-def
 
     def __init__(self, graph: HeteroGraph) -> None:
         check_kind("graph", graph, HeteroGraph, "HeteroGraph.from_pyg, from_tables or load")
-        super().__init__()
-        found: dict[tuple[Any, str], tuple[FeatureTable | Tensor, Tensor | None]] = {}
-        for node_type in graph.node_types:
-            nodes = graph.nodes(node_type)
-            for name, values in (("x", nodes.table), ("y", nodes.labels), ("time", nodes.time)):
-                if values is not None:
-                    found[node_type, name] = values, None
-        for edge_type in graph.edge_types:
-            edges = graph.edges(edge_type)
-            if edges.table is not None:
-                # features are in the order of the edge ids
-                found[edge_type, "edge_attr"] = edges.table, edges.edge_ids
-            for name, values in (("time", edges.time), ("weight", edges.weight)):
-                if values is not None:
-                    found[edge_type, name] = values, None
-        self.__dict__["_values"] = found
+        super().__init__({})
         self.__dict__["time_unit"] = graph.time_unit
-
-    def _get_tensor(self, attr: Any) -> Tensor | None:
-        values, order = self._values.get((attr.group_name, attr.attr_name), (None, None))
-        if values is None:
-            return None
-        num_rows = values.num_rows if isinstance(values, FeatureTable) else len(values)
-        ids = attr.index
-        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
-            # None, a slice, a mask, a list or one id
-            ids = torch.arange(num_rows)[slice(None) if ids is None else ids]
-        index = ids.flatten()
-        if order is not None:
-            index = order[index]
-        if isinstance(values, FeatureTable):
-            rows = values.gather(index)
-        else:
-            rows = values.index_select(0, index)
-        return rows.unflatten(0, ids.shape) if ids.ndim else rows[0]
-
-    def _get_tensor_size(self, attr: Any) -> tuple[int, ...] | None:
-        values, _ = self._values.get((attr.group_name, attr.attr_name), (None, None))
-        if isinstance(values, FeatureTable):
-            return values.num_rows, values.num_columns
-        return None if values is None else tuple(values.shape)
-
-    def get_all_tensor_attrs(self) -> list[Any]:
-        """Return the type and the name of each attribute."""
-        return [_pyg.data.TensorAttr(*key) for key in self._values]
+        kinds: list[Any] = [*graph.node_types, *graph.edge_types]
+        for kind in kinds:
+            store: Any = graph.nodes(kind) if isinstance(kind, str) else graph.edges(kind)
+            # features of edges are in the order of the edge ids
+            order = getattr(store, "edge_ids", None)
+            table = "x" if isinstance(kind, str) else "edge_attr"
+            for name, of in ((table, "table"), ("y", "labels"), ("time",) * 2, ("weight",) * 2):
+                values = getattr(store, of, None)
+                if values is not None:
+                    self._values[kind, name] = values, order if of == "table" else None
 
     def _put_tensor(self, tensor: Any, attr: Any) -> NoReturn:
         raise _read_only(f"{attr.group_name}, {attr.attr_name}")
 
-    def _remove_tensor(self, attr: Any) -> NoReturn:
-        raise _read_only(f"{attr.group_name}, {attr.attr_name}")
+    _remove_tensor = partialmethod(_put_tensor, None)
 
 
 class HeteroGraphStore(_pyg.data.GraphStore):  # type: ignore[misc, name-defined]
@@ -356,8 +345,7 @@ class HeteroGraphStore(_pyg.data.GraphStore):  # type: ignore[misc, name-defined
     def _put_edge_index(self, edge_index: Any, edge_attr: Any) -> NoReturn:
         raise _read_only(f"edge type {edge_attr.edge_type}")
 
-    def _remove_edge_index(self, edge_attr: Any) -> NoReturn:
-        raise _read_only(f"edge type {edge_attr.edge_type}")
+    _remove_edge_index = partialmethod(_put_edge_index, None)
 
 
 def as_stores(graph: HeteroGraph) -> tuple[HeteroFeatureStore, HeteroGraphStore]:
@@ -366,70 +354,4 @@ def as_stores(graph: HeteroGraph) -> tuple[HeteroFeatureStore, HeteroGraphStore]
 
 
 def _read_only(what: str) -> ValueError:
-    return ValueError(
-        f"{what}: the stores of a HeteroGraph are read-only\n\n"
-        "hint: build another graph, or put the tensor into a store of your own"
-    )
-
-
-class TableStore(_pyg.data.FeatureStore):  # type: ignore[misc, name-defined]
-    """A PyG feature store of tables: `store["paper", "x", ids]` gathers rows.
-
-    Args:
-        tables: feature tables by (node type, name); or by name, for a graph without types, whose
-            node type is None in PyG.
-
-    Raises:
-        TypeError: `tables` is not a mapping.
-        ValueError: a value is neither a table nor a tensor of two dimensions.
-    """
-
-    def __init__(self, tables: Mapping[Any, FeatureTable]) -> None:
-        check_kind("tables", tables, Mapping, "{'x': gcnzc.FeatureTable(rows)}")
-        super().__init__()
-        self.__dict__["_tables"] = {}
-        for key, table in tables.items():
-            self._put_tensor(table, _pyg.data.TensorAttr(*_as_key(key), None))
-
-    def _put_tensor(self, tensor: Any, attr: Any) -> bool:
-        if attr.index is not None:
-            raise ValueError(
-                f"{attr.group_name}, {attr.attr_name} was given with an index: a store of tables "
-                "cannot replace single rows"
-            )
-        if isinstance(tensor, np.ndarray):
-            tensor = torch.from_numpy(tensor)
-        if isinstance(tensor, Tensor):
-            tensor = FeatureTable(tensor)
-        if not isinstance(tensor, FeatureTable):
-            raise ValueError(f"{attr.group_name}, {attr.attr_name} is a {type(tensor).__name__}")
-        self._tables[attr.group_name, attr.attr_name] = tensor
-        return True
-
-    def _get_tensor(self, attr: Any) -> Tensor | None:
-        table: FeatureTable | None = self._tables.get((attr.group_name, attr.attr_name))
-        if table is None:
-            return None
-        index = attr.index
-        if index is None:
-            index = slice(None)
-        if isinstance(index, slice):
-            index = torch.arange(*index.indices(table.num_rows), device=table.device)
-        if isinstance(index, int):
-            index = [index]
-        return table.gather(torch.as_tensor(index))
-
-    def _remove_tensor(self, attr: Any) -> bool:
-        return self._tables.pop((attr.group_name, attr.attr_name), None) is not None
-
-    def _get_tensor_size(self, attr: Any) -> tuple[int, ...] | None:
-        table = self._tables.get((attr.group_name, attr.attr_name))
-        return None if table is None else (table.num_rows, table.num_columns)
-
-    def get_all_tensor_attrs(self) -> list[Any]:
-        """Return the group and the name of every table."""
-        return [_pyg.data.TensorAttr(*key) for key in self._tables]
-
-
-def _as_key(key: Any) -> tuple[Any, str]:
-    return key if isinstance(key, tuple) else (None, key)
+    return ValueError(f"{what}: the stores of a HeteroGraph are read-only")
