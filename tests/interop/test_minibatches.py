@@ -109,6 +109,24 @@ def test_typed_minibatches_on_streams_equal_those_on_the_host(kind, seed):
 
 
 @needs_pyg
+@pytest.mark.parametrize("kind", ["item", None])
+def test_edges_go_to_a_gpu_as_csc(kind):
+    from interop.test_pyg_hetero import LIKES, make_data
+    from pyg_recorded import assert_equal
+
+    from gcnzc.interop.pyg import NeighborLoader
+
+    data = make_data()
+    if kind is None:
+        data = data.node_type_subgraph(["item"]).to_homogeneous()
+    loader = NeighborLoader(data, [3, 2], kind, seed=1)
+    wanted, loader.device = loader(range(9)), torch.device("cuda")
+    batch = loader.sample(torch.arange(9), 0)
+    assert (LIKES if kind else ("node", "to", "node"), "edge_index") not in batch.values
+    assert_equal(loader._finish_minibatch(batch), wanted)
+
+
+@needs_pyg
 def test_an_unreferenced_loader_releases_its_memory():
     from gcnzc.interop.pyg import NeighborLoader
     from gcnzc.interop.pyg.importing import import_pyg

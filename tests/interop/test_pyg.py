@@ -75,20 +75,6 @@ def test_edge_index_may_have_other_dtypes_and_strides(data):
             assert torch.equal(batch.e_id, wanted)
 
 
-def test_input_nodes_may_be_ids_masks_or_lists(data):
-    ids = torch.tensor([7, 3, 250])
-    whole = NeighborLoader(data, [2], batch_size=NODES)
-    batch = next(iter(whole))
-    assert torch.equal(batch.n_id[:NODES], torch.arange(NODES))
-    assert torch.equal(batch.input_id, torch.arange(NODES))
-    for nodes in (ids, ids.int(), ids.tolist(), ids.numpy()):
-        batch = next(iter(NeighborLoader(data, [2], nodes, batch_size=3)))
-        assert (batch.n_id[:3].tolist(), batch.input_id.tolist()) == ([7, 3, 250], [0, 1, 2])
-    named = NeighborLoader(data, [2], ids, batch_size=3, input_id=torch.tensor([9, 8, 7]))
-    assert next(iter(named)).input_id.tolist() == [9, 8, 7]
-    assert named([2, 0]).n_id[:2].tolist() == [250, 7]
-
-
 def test_fields_equal_those_of_pyg_for_the_same_nodes(data):
     split = copy.copy(data)
     split.edge_label_index, split.edge_label = data.edge_index[:, :5], torch.ones(5)
