@@ -25,6 +25,10 @@ def nodes(layer, block, x, edges):
     return layer(block, x)
 
 
+def alone(layer, block, x, edges):
+    return layer(block, x)
+
+
 def ends(layer, block, x, edges):
     return layer(block, (x, x[: block.num_dst_nodes()]))
 
@@ -63,7 +67,7 @@ ANY = {"allow_zero_in_degree": True}
 LAYERS = [
     (lambda: nn.AGNNConv(**ANY), nodes),
     (lambda: nn.CFConv(WIDTH, WIDTH, 5, 2), edges),
-    (lambda: nn.DotGatConv(WIDTH, 2, 2, **ANY), nodes),
+    (lambda: nn.DotGatConv(WIDTH, 2, 2, **ANY), alone),
     (lambda: nn.DotGatConv((WIDTH, WIDTH), 2, 2, **ANY), ends),
     (lambda: nn.EGATConv(WIDTH, WIDTH, 3, 2, 2), ends_and_edges),
     (lambda: nn.EdgeConv(WIDTH, 3, **ANY), nodes),
