@@ -38,7 +38,7 @@ def normalize(norm: nn.Module, x: Tensor) -> Tensor:
 
     On a GPU, autocast computes layer normalization in float32. Batch normalization of a single row,
     such as that of a last minibatch of one seed, has no variance in training: it uses the running
-    statistics, which do not change.
+    statistics, which do not change. In training, no rows are returned as they are.
 
     Args:
         norm: batch or layer normalization of the columns.
@@ -47,6 +47,8 @@ def normalize(norm: nn.Module, x: Tensor) -> Tensor:
     Returns:
         (n, columns).
     """
+    if norm.training and not x.shape[0]:
+        return x
     if isinstance(norm, nn.BatchNorm1d) and norm.training and x.shape[0] == 1:
         return functional.batch_norm(
             x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps

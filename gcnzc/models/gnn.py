@@ -1,80 +1,14 @@
 """GraphSAGE, GCN, GIN, GAT and GATv2 models on blocks."""
 
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
-from torch import Tensor
-
-from gcnzc.kernels.aggregate.dropout import elu_dropout_, relu_dropout_
-from gcnzc.models.layers import (
-    GATLayer,
-    GATv2Layer,
-    GCNLayer,
-    GINLayer,
-    Layer,
-    SAGELayer,
-)
+from gcnzc.models.layers import GATLayer, GATv2Layer, GCNLayer, GINLayer, Layer, SAGELayer
 from gcnzc.models.stack import Model, check_probability
-from gcnzc.system.arguments import check_choice, check_flag, check_integer
-
-ACTIVATIONS = ("relu", "elu")
+from gcnzc.system.arguments import check_flag, check_integer
 
 
-class _ModelWithoutHeads(Model):
-    """Base class of the models without attention heads."""
-
-    layer_class: Callable[[int, int], Layer]
-
-    def __init__(
-        self,
-        in_features: int,
-        hidden: int,
-        num_classes: int,
-        num_layers: int = 3,
-        dropout: float = 0.5,
-        *,
-        input_dropout: float = 0.0,
-        norm: str = "none",
-        pre_norm: bool = False,
-        pre_activation: bool = False,
-        residual: bool = False,
-        input_linear: bool = False,
-        output_linear: bool = False,
-        jumping: str = "none",
-        activation: str = "relu",
-        init: str = "pyg",
-        self_loops: bool = False,
-    ) -> None:
-        hidden = check_integer("hidden", hidden, 1)
-        layer_class = type(self).layer_class
-        if check_flag("self_loops", self_loops):
-            if layer_class is not SAGELayer:
-                raise ValueError(
-                    f"self_loops has no effect on {type(self).__name__}, whose layers include the "
-                    "target itself"
-                )
-            layer_class = partial(SAGELayer, self_loops=True)
-        super().__init__(
-            lambda columns, out: layer_class(columns, hidden if out is None else out),
-            in_features,
-            hidden,
-            num_classes,
-            num_layers,
-            make_activation(activation),
-            dropout=dropout,
-            input_dropout=input_dropout,
-            norm=norm,
-            pre_norm=pre_norm,
-            pre_activation=pre_activation,
-            residual=residual,
-            input_linear=input_linear,
-            output_linear=output_linear,
-            jumping=jumping,
-            init=init,
-        )
-
-
-class SAGE(_ModelWithoutHeads):
+class SAGE(Model):
     """GraphSAGE with mean aggregation; the defaults are those of OGB's example for ogbn-products.
 
     Args:
@@ -111,8 +45,22 @@ class SAGE(_ModelWithoutHeads):
 
     layer_class = SAGELayer
 
+    def __init__(
+        self,
+        in_features: int,
+        hidden: int,
+        num_classes: int,
+        num_layers: int = 3,
+        dropout: float = 0.5,
+        *,
+        self_loops: bool = False,
+        **options: Any,
+    ) -> None:
+        options["self_loops"] = check_flag("self_loops", self_loops)
+        super().__init__(in_features, hidden, num_classes, num_layers, dropout, **options)
 
-class GCN(_ModelWithoutHeads):
+
+class GCN(Model):
     """The graph convolutional network (GCN) of Kipf and Welling.
 
     The arguments and defaults are those of `SAGE`, except `self_loops`. The model needs the
@@ -130,7 +78,7 @@ class GCN(_ModelWithoutHeads):
     layer_class = GCNLayer
 
 
-class GIN(_ModelWithoutHeads):
+class GIN(Model):
     """The graph isomorphism network (GIN) of Xu et al., with epsilon 0.
 
     The arguments are those of `SAGE`, except `self_loops`. Each layer has an MLP of two linear
@@ -184,7 +132,7 @@ class GAT(Model):
             without one that it needs.
     """
 
-    layer_class: Callable[..., GATLayer | GATv2Layer] = GATLayer
+    layer_class: Callable[..., Layer] = GATLayer
 
     def __init__(
         self,
@@ -194,64 +142,48 @@ class GAT(Model):
         num_layers: int = 3,
         dropout: float = 0.5,
         *,
-        input_dropout: float = 0.0,
         heads: int = 4,
         output_heads: int | None = None,
         attention_dropout: float = 0.0,
         skip: bool = True,
-        norm: str = "none",
-        pre_norm: bool = False,
-        pre_activation: bool = False,
         residual: bool = False,
-        input_linear: bool = False,
-        output_linear: bool = False,
-        jumping: str = "none",
         activation: str = "elu",
-        init: str = "pyg",
+        **options: Any,
     ) -> None:
-        heads = check_integer("heads", heads, 1)
-        hidden = check_integer("hidden", hidden, 1)
-        last_heads = heads if output_heads is None else output_heads
-        last_heads = check_integer(
-            "output_heads", last_heads, 1, hint="an integer, or None for the value of `heads`"
-        )
-        if output_heads is not None and output_linear is True:
-            raise ValueError(
-                "output_heads has no effect with output_linear, which computes the logits"
-            )
-        attention_dropout = check_probability("attention_dropout", attention_dropout)
-        skip = check_flag("skip", skip)
-
-        layer_class = type(self).layer_class
-
-        def make_layer(columns: int, out: int | None) -> Layer:
-            return layer_class(
-                columns,
-                hidden if out is None else out,
-                heads if out is None else last_heads,
-                concatenate=out is None,
-                dropout=attention_dropout,
-                skip=skip and not residual,
-                bias=not residual,
-            )
-
+        hidden, heads = check_integer("hidden", hidden, 1), check_integer("heads", heads, 1)
+        last_heads = heads
+        if output_heads is not None:
+            last_heads = check_integer("output_heads", output_heads, 1)
+            if options.get("output_linear") is True:
+                raise ValueError("output_heads has no effect with output_linear")
         super().__init__(
-            make_layer,
             in_features,
             hidden * heads,
             num_classes,
             num_layers,
-            make_activation(activation),
-            dropout=dropout,
-            input_dropout=input_dropout,
-            norm=norm,
-            pre_norm=pre_norm,
-            pre_activation=pre_activation,
+            dropout,
             residual=residual,
-            input_linear=input_linear,
-            output_linear=output_linear,
-            jumping=jumping,
-            init=init,
+            activation=activation,
+            heads=heads,
+            output_heads=last_heads,
+            attention_dropout=check_probability("attention_dropout", attention_dropout),
+            skip=check_flag("skip", skip) and not residual,
+            bias=not residual,
+            **options,
+        )
+
+    def make_layer(
+        self, in_features: int, out_features: int, is_hidden: bool, **options: Any
+    ) -> Layer:
+        """See `Model.make_layer`; the outputs of the heads are concatenated in hidden layers."""
+        heads, output_heads = options.pop("heads"), options.pop("output_heads")
+        return self.layer_class(
+            in_features,
+            out_features // heads if is_hidden else out_features,
+            heads if is_hidden else output_heads,
+            concatenate=is_hidden,
+            dropout=options.pop("attention_dropout"),
+            **options,
         )
 
 
@@ -265,9 +197,3 @@ class GATv2(GAT):
     """
 
     layer_class = GATv2Layer
-
-
-def make_activation(name: str) -> Callable[[Tensor, float, int], Tensor]:
-    """Return a function of (x, p, seed): activation and dropout; it may overwrite x."""
-    check_choice("activation", name, ACTIVATIONS)
-    return relu_dropout_ if name == "relu" else elu_dropout_

@@ -1,6 +1,7 @@
 """In-edges of one layer's targets, with the aggregations over them.
 
-Notation: S sources, T targets (destination nodes), E edges, H heads, F columns (of a head).
+Notation: S sources, T targets (destination nodes), E edges, H heads, F columns (of a head). In a
+block of all edge types, C columns: one for each destination and each edge type into its type.
 """
 
 from dataclasses import dataclass
@@ -8,10 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gcnzc.kernels.aggregate import aggregate, aggregate_with_targets
-from gcnzc.kernels.aggregate.degree_scales import gcn_scales, gcn_scales_reference
+from gcnzc.kernels.aggregate import aggregate, aggregate_with_targets, sum_dtype
+from gcnzc.kernels.aggregate.degree_scales import gcn_scales, gcn_scales_reference, scale_dtype
+from gcnzc.kernels.aggregate.dot_attention import dot_attention
+from gcnzc.kernels.aggregate.dropout import dropout as drop
+from gcnzc.kernels.aggregate.edge_softmax import edge_softmax
 from gcnzc.kernels.aggregate.gat import gat_aggregate
 from gcnzc.kernels.aggregate.gatv2 import gatv2_aggregate
+from gcnzc.kernels.aggregate.weighted import weighted_spmm
+from gcnzc.sampling.hetero import HeteroBlock
 
 
 @dataclass(frozen=True)
@@ -162,3 +168,62 @@ class BlockEdges(LayerEdges):
         """See `LayerEdges`."""
         assert self.target_degrees is not None, "a layer with needs_degrees gets degrees"
         return gcn_scales(self.indptr, self.target_degrees, row_dtype)
+
+
+@dataclass(frozen=True)
+class TypedEdges:
+    """In-edges of a block of all edge types, with the aggregations over them.
+
+    Rows and columns are those of `HeteroBlock`. A subclass in `gcnzc.models.export` uses torch's
+    operations.
+    """
+
+    block: HeteroBlock
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """Return the (C, F) means of the rows of in-neighbours; zeros without in-neighbours.
+
+        Args:
+            rows: (S, F) rows of the sources of all node types.
+        """
+        indptr = self.block.indptr
+        scale = 1 / indptr.diff().clamp(min=1).to(scale_dtype(rows.dtype))
+        return aggregate(indptr, self.block.indices, rows, None, scale)
+
+    def gat_aggregate(
+        self, rows: Tensor, scores: Tensor, target_scores: Tensor, *, dropout: float, seed: int
+    ) -> Tensor:
+        """Return GAT's weighted sums, with a softmax over the in-edges of each column.
+
+        Args:
+            rows: (S, F) rows of the sources of all node types.
+            scores: (pairs of the block, H) terms of the sources in the attention scores.
+            target_scores: (C, H) terms of the columns.
+            dropout: probability of an attention weight to be zeroed.
+            seed: random seed of the dropout.
+
+        Returns:
+            (C, H, F).
+        """
+        block = self.block
+        # the weights of bfloat16 and float16 scores stay float32
+        dtype, _ = sum_dtype(scores)
+        weight = edge_softmax(block.indptr, block.pairs, scores.to(dtype), target_scores.to(dtype))
+        if dropout:
+            weight = drop(weight, dropout, seed)
+        return weighted_spmm(block.indptr, block.indices, weight, rows.unsqueeze(1))
+
+    def dot_attention(self, keys: Tensor, queries: Tensor, values: Tensor) -> Tensor:
+        """Return the sums of values, with a softmax over the in-edges of each destination.
+
+        Args:
+            keys: (S, H, F) of the sources of all node types.
+            queries: (C, H, F).
+            values: (S, H, F).
+
+        Returns:
+            (C, H, F).
+        """
+        block = self.block
+        owners = block.destination_indptr
+        return dot_attention(block.indptr, block.indices, owners, keys, queries, values)

@@ -351,8 +351,7 @@ class GATLayer(Layer):
             rows.view(rows.shape[0], row_heads, -1),
             scores,
             target_scores,
-            dropout=self.dropout if self.training else 0.0,
-            seed=random_seed() if self.training and self.dropout else 0,
+            **dropout_options(self),
         )
         bias = self.bias if self.concatenate else None
         if not is_projected:
@@ -457,8 +456,7 @@ class GATv2Layer(Layer):
             rows.view(rows.shape[0], self.heads, -1),
             self.target(x_target).view(x_target.shape[0], self.heads, -1),
             self.attention,
-            dropout=self.dropout if self.training else 0.0,
-            seed=random_seed() if self.training and self.dropout else 0,
+            **dropout_options(self),
         )
         out = out_THF.flatten(1) if self.concatenate else out_THF.mean(1)
         if self.bias is not None:
@@ -470,6 +468,12 @@ def random_seed() -> int:
     """Return a random seed for a kernel that generates its own random numbers."""
     # drawn from torch's default generator, so that `torch.manual_seed` makes runs reproducible
     return int(torch.randint(2**63 - 1, ()))
+
+
+def dropout_options(module: Any) -> dict[str, Any]:
+    """Return the dropout probability of a module, which is 0 in evaluation, and a random seed."""
+    p = module.dropout if module.training else 0.0
+    return {"dropout": p, "seed": random_seed() if p else 0}
 
 
 def add_bias_(x: Tensor, bias: Tensor) -> Tensor:

@@ -2,47 +2,21 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gcnzc.kernels.aggregate.dropout import dropout
+from gcnzc.kernels.aggregate.dropout import dropout, elu_dropout_, relu_dropout_
 from gcnzc.models.autocast import compute_dtype, normalize
 from gcnzc.models.layers import GATLayer, GATv2Layer, Layer, SAGELayer, random_seed
 from gcnzc.sampling.batch import Block
 from gcnzc.system.arguments import check_choice, check_flag, check_integer, check_number
 
-
-def check_compatible(
-    *,
-    norm: str,
-    pre_norm: bool,
-    pre_activation: bool,
-    input_linear: bool,
-    output_linear: bool,
-    jumping: str,
-) -> None:
-    """Raise a ValueError if an option has no effect or is not possible with the others."""
-    if pre_norm and norm == "none":
-        raise ValueError(
-            "pre_norm has no effect with norm none\n\nhint: also pass norm='batch' or norm='layer'"
-        )
-    if pre_norm and pre_activation:
-        raise ValueError(
-            "pre_activation includes pre_norm\n\nhint: pass one of them; norm chooses the "
-            "normalization"
-        )
-    if pre_activation and not (input_linear and output_linear):
-        raise ValueError(
-            "pre_activation needs input_linear and output_linear: activation comes before each "
-            "layer, and would change the features\n\n"
-            "hint: also pass input_linear=True and output_linear=True"
-        )
-    if jumping != "none" and not output_linear:
-        raise ValueError(
-            f"jumping {jumping} needs output_linear: the outputs of hidden layers do not have as "
-            "many columns as the logits\n\nhint: also pass output_linear=True"
-        )
+NORMS = {"none": None, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
+JUMPING = ("none", "sum", "cat")
+# activation and dropout in one pass
+ACTIVATIONS = {"relu": relu_dropout_, "elu": elu_dropout_}
 
 
 def check_probability(name: str, p: float) -> float:
@@ -50,26 +24,64 @@ def check_probability(name: str, p: float) -> float:
     return check_number(name, p, lambda value: 0 <= value < 1, "use a probability in [0, 1)")
 
 
-NORMS = ("none", "batch", "layer")
-JUMPING = ("none", "sum", "cat")
+class Stack(nn.Module):
+    """The options that models of one node type and of several have in common.
+
+    Args:
+        num_classes: columns of the outputs.
+        num_layers: number of layers.
+        dropout: probability that a hidden element is zeroed during training.
+        input_dropout: probability that a feature is zeroed during training.
+        norm: "batch", "layer" or "none".
+        activation: "relu" or "elu".
+        output_linear: whether the outputs are computed by a linear projection after the last layer.
+
+    Attributes:
+        num_hidden: number of layers whose outputs are hidden.
+        activate: `activate(x, p, seed)` returns the activation of `x` with dropout of probability
+            p; it may overwrite `x`.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        num_layers: int,
+        dropout: float,
+        input_dropout: float,
+        norm: str,
+        activation: str,
+        output_linear: bool,
+    ) -> None:
+        super().__init__()
+        self.out_features = check_integer("num_classes", num_classes, 1)
+        self.num_layers = check_integer("num_layers", num_layers, 1)
+        self.num_hidden = self.num_layers - (not check_flag("output_linear", output_linear))
+        self.dropout = check_probability("dropout", dropout)
+        self.input_dropout = check_probability("input_dropout", input_dropout)
+        check_choice("norm", norm, tuple(NORMS))
+        check_choice("activation", activation, tuple(ACTIVATIONS))
+        self.activate: Callable[[Tensor, float, int], Tensor] = ACTIVATIONS[activation]
+
+    def _drop(self, x: Tensor, p: float) -> Tensor:
+        return dropout(x, p, random_seed()) if self.training and p else x
+
+    def _activate(self, x: Tensor) -> Tensor:
+        p = self.dropout if self.training else 0.0
+        return self.activate(x, p, random_seed() if p else 0)
 
 
-class Model(nn.Module):
+class Model(Stack):
     """A stack of message-passing layers with optional normalization, residuals and projections.
 
     Without `output_linear`, the last layer computes the logits: no normalization, activation or
     dropout follows it. The options are those of Luo et al., "Classic GNNs are Strong Baselines",
-    2024.
+    2024. A subclass sets `layer_class`, or overrides `make_layer`.
 
     Args:
-        make_layer: `make_layer(in_features, out_features)` returns a layer; `out_features` is None
-            for a hidden layer, whose output has `width` columns.
         in_features: columns of the features.
-        width: columns of the outputs of the hidden layers.
+        hidden: columns of the outputs of the hidden layers.
         num_classes: columns of the logits.
         num_layers: number of layers, and of fanouts.
-        activate: `activate(x, p, seed)` returns the activation of `x` with dropout of probability
-            p; it may overwrite `x`.
         dropout: probability that a hidden element is zeroed during training.
         input_dropout: probability that a feature is zeroed during training.
         norm: "batch" for batch normalization, "layer" for layer normalization, or "none".
@@ -79,12 +91,14 @@ class Model(nn.Module):
             All You Need to Train Deeper GCNs", 2020, section 4.2; needs both projections.
         residual: add a linear projection of each layer's input to its output. With
             `pre_activation`, add the input itself, as it was before normalization.
-        input_linear: project the features to `width` columns before the first layer.
+        input_linear: project the features to `hidden` columns before the first layer.
         output_linear: compute the logits with a linear projection after the last layer.
         jumping: input of the output projection: the output of the last layer ("none"), or the sum
             ("sum") or the concatenation ("cat") of the outputs of all layers: the jumping knowledge
             of Xu et al., 2018.
-        init: initialization of the layers as in "pyg" or "dgl"; see `initialization`.
+        activation: "relu" or "elu".
+        init: initialization of the layers as in "pyg" or "dgl"; see `initialize`.
+        layer_options: passed to `make_layer`.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -92,17 +106,17 @@ class Model(nn.Module):
             [0, 1), an option has an unknown value, or options are incompatible.
     """
 
+    layer_class: Callable[..., Layer]
+
     def __init__(
         self,
-        make_layer: Callable[[int, int | None], Layer],
         in_features: int,
-        width: int,
+        hidden: int,
         num_classes: int,
-        num_layers: int,
-        activate: Callable[[Tensor, float, int], Tensor],
+        num_layers: int = 3,
+        dropout: float = 0.5,
         *,
-        dropout: float,
-        input_dropout: float,
+        input_dropout: float = 0.0,
         norm: str = "none",
         pre_norm: bool = False,
         pre_activation: bool = False,
@@ -110,62 +124,72 @@ class Model(nn.Module):
         input_linear: bool = False,
         output_linear: bool = False,
         jumping: str = "none",
+        activation: str = "relu",
         init: str = "pyg",
+        **layer_options: Any,
     ) -> None:
-        super().__init__()
-        in_features = check_integer("in_features", in_features, 1, hint="the columns of features")
-        num_classes = check_integer("num_classes", num_classes, 1)
-        num_layers = check_integer("num_layers", num_layers, 1)
-        dropout = check_probability("dropout", dropout)
-        input_dropout = check_probability("input_dropout", input_dropout)
-        check_choice("norm", norm, NORMS)
+        super().__init__(
+            num_classes, num_layers, dropout, input_dropout, norm, activation, output_linear
+        )
+        self.in_features = check_integer("in_features", in_features, 1)
+        hidden = check_integer("hidden", hidden, 1)
         check_choice("jumping", jumping, JUMPING)
         check_choice("init", init, INITS)
-        for name, flag in (
-            ("pre_norm", pre_norm),
-            ("pre_activation", pre_activation),
-            ("residual", residual),
-            ("input_linear", input_linear),
-            ("output_linear", output_linear),
-        ):
-            check_flag(name, flag)
-        check_compatible(
-            norm=norm,
-            pre_norm=pre_norm,
-            pre_activation=pre_activation,
-            input_linear=input_linear,
-            output_linear=output_linear,
-            jumping=jumping,
-        )
-        num_hidden = num_layers if output_linear else num_layers - 1
-        first = width if input_linear else in_features
-        in_widths = [first] + [width] * (num_layers - 1)
-        self.widths = tuple([width] * num_hidden + [num_classes] * (num_layers - num_hidden))
-        self.in_features, self.out_features = in_features, num_classes
-        self.input_linear = nn.Linear(in_features, width) if input_linear else None
+        self.pre_norm = check_flag("pre_norm", pre_norm)
+        self.pre_activation = check_flag("pre_activation", pre_activation)
+        check_flag("residual", residual)
+        check_flag("input_linear", input_linear)
+        if pre_norm and norm == "none":
+            raise ValueError(
+                "pre_norm has no effect with norm none\n\nhint: also pass norm='layer'"
+            )
+        if pre_norm and pre_activation:
+            raise ValueError("pre_activation includes pre_norm\n\nhint: pass one of them")
+        if pre_activation and not (input_linear and output_linear):
+            raise ValueError(
+                "pre_activation needs input_linear and output_linear, since activation comes "
+                "before each layer\n\nhint: also pass input_linear=True and output_linear=True"
+            )
+        if jumping != "none" and not output_linear:
+            raise ValueError(
+                f"jumping {jumping} needs output_linear, since hidden layers do not have as many "
+                "columns as the logits\n\nhint: also pass output_linear=True"
+            )
+        in_widths = [hidden if input_linear else self.in_features]
+        in_widths += [hidden] * (self.num_layers - 1)
+        num_outputs = self.num_layers - self.num_hidden
+        self.widths = (hidden,) * self.num_hidden + (self.out_features,) * num_outputs
+        sizes = list(zip(in_widths, self.widths, strict=True))
+        self.input_linear = nn.Linear(self.in_features, hidden) if input_linear else None
         self.layers = nn.ModuleList(
-            make_layer(columns, None if index < num_hidden else num_classes)
-            for index, columns in enumerate(in_widths)
+            self.make_layer(*each, index < self.num_hidden, **layer_options)
+            for index, each in enumerate(sizes)
         )
-        layer_sizes = zip(in_widths, self.widths, strict=True)
         self.adds_input = residual and pre_activation
         is_projected = residual and not pre_activation
-        self.residuals = nn.ModuleList(nn.Linear(*sizes) for sizes in layer_sizes if is_projected)
-        columns = width * num_layers if jumping == "cat" else width
-        norm_widths = in_widths if pre_norm else self.widths[:num_hidden]
+        self.residuals = nn.ModuleList(nn.Linear(*each) for each in sizes if is_projected)
+        columns = hidden * self.num_layers if jumping == "cat" else hidden
+        norm_widths = in_widths if pre_norm else self.widths[: self.num_hidden]
         if pre_activation:
             norm_widths = [*in_widths, columns]
-        norm_class = {"none": None, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm}[norm]
-        self.norms = nn.ModuleList(
-            norm_class(columns) for columns in norm_widths if norm_class is not None
-        )
-        self.output_linear = nn.Linear(columns, num_classes) if output_linear else None
-        self.pre_norm, self.pre_activation, self.jumping = pre_norm, pre_activation, jumping
-        self.activate = activate
-        self.dropout = dropout
-        self.input_dropout = input_dropout
-        self.init = init
+        norm_class = NORMS[norm]
+        self.norms = nn.ModuleList(norm_class(each) for each in norm_widths if norm_class)
+        self.output_linear = nn.Linear(columns, self.out_features) if output_linear else None
+        self.jumping, self.init = jumping, init
         initialize(self.layers, init)
+
+    def make_layer(
+        self, in_features: int, out_features: int, is_hidden: bool, **options: Any
+    ) -> Layer:
+        """Return a layer.
+
+        Args:
+            in_features: columns of the input.
+            out_features: columns of the output: `hidden`, or those of the logits.
+            is_hidden: whether the output is hidden.
+            options: `layer_options` of the model.
+        """
+        return self.layer_class(in_features, out_features, **options)
 
     def reset_parameters(self) -> None:
         """Reset all parameters, with random numbers from torch's default generator."""
@@ -184,13 +208,11 @@ class Model(nn.Module):
         Args:
             x: (n, in_features) in the dtype of the model.
         """
-        if self.training and self.input_dropout:
-            x = dropout(x, self.input_dropout, random_seed())
-        if self.input_linear is not None:
-            x = self.input_linear(x)
-            if self.training and self.dropout and not self.pre_activation:
-                x = dropout(x, self.dropout, random_seed())
-        return x
+        x = self._drop(x, self.input_dropout)
+        if self.input_linear is None:
+            return x
+        x = self.input_linear(x)
+        return x if self.pre_activation else self._drop(x, self.dropout)
 
     @property
     def transforms_inputs(self) -> bool:
@@ -232,10 +254,6 @@ class Model(nn.Module):
         if self.norms and not self.pre_norm:
             out = normalize(self.norms[index], out)
         return self._activate(out)
-
-    def _activate(self, x: Tensor) -> Tensor:
-        p = self.dropout if self.training else 0.0
-        return self.activate(x, p, random_seed() if p else 0)
 
     def combine(self, outputs: Sequence[Tensor]) -> Tensor:
         """Compute the logits of the seeds from the layers' outputs for the seeds.

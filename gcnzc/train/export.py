@@ -17,14 +17,13 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from gcnzc._files import replacing
-from gcnzc.models.export import export_arguments, export_model, needs_degrees
-from gcnzc.models.hetero import HeteroModel
-from gcnzc.models.hetero.export import (
-    export_hetero_model,
-    hetero_export_arguments,
+from gcnzc.models.export import (
+    export_arguments,
+    export_model,
     list_program_types,
+    needs_degrees,
 )
-from gcnzc.models.stack import Model
+from gcnzc.models.hetero import HeteroModel
 from gcnzc.sampling.hetero import build_hetero_blocks
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.system.array_file import write_arrays
@@ -64,7 +63,7 @@ def export_run(trained: Trained, path: Path) -> dict[str, Any]:
 
         Of heterogeneous graphs: `node_types` and `edge_types` of the graph, `in_features` by node
         type, `arguments` (the types of the arguments, see
-        `gcnzc.models.hetero.export.ProgramTypes`), `output_types` (node types of the outputs),
+        `gcnzc.models.export.ProgramTypes`), `output_types` (node types of the outputs),
         `temporal` and `times` (options of the run), and `embeddings` (`file` and the `node_types`
         in it, or None).
 
@@ -75,11 +74,12 @@ def export_run(trained: Trained, path: Path) -> dict[str, Any]:
     encoder = copy.deepcopy(trained.encoder).cpu().eval()
     config, schema = trained.config, trained.schema
     tables = path.with_suffix(".embeddings.npz")
+    program = export_model(encoder)
     if trained.is_hetero:
-        program, minibatches = export_hetero_model(encoder), _typed_minibatches(encoder, trained)
+        minibatches = _typed_minibatches(encoder, trained)
         own = _describe_types(encoder, trained, tables.name)
     else:
-        program, minibatches = export_model(encoder), _minibatches(encoder, trained)
+        minibatches = _minibatches(trained)
         own = {
             "in_features": encoder.in_features,
             "label_columns": schema.num_outputs if config.graph.label_inputs else 0,
@@ -162,15 +162,16 @@ def compare_outputs(
     Args:
         program: of the model.
         encoder: the model, in evaluation mode.
-        minibatches: the arguments of the model, and those of the program.
+        minibatches: blocks, and features of the sources of the first block.
 
     Raises:
         RuntimeError: it exceeds rounding errors.
     """
     run, largest = program.module(), 0.0
     with torch.no_grad():
-        for inputs, arguments in minibatches:
-            expected, found = _by_type(encoder(*inputs)), _by_type(run(*arguments))
+        for blocks, x in minibatches:
+            found = _by_type(run(*export_arguments(encoder, blocks, x)))
+            expected = _by_type(encoder(blocks, x))
             for name, rows in expected.items():
                 largest = max(largest, check_difference(found[name], rows))
     return largest
@@ -180,16 +181,15 @@ def _by_type(outputs: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
     return {"": outputs} if isinstance(outputs, Tensor) else outputs
 
 
-def _minibatches(encoder: Model, trained: Trained) -> Iterator[tuple[Any, Any]]:
-    """Yield the arguments of the model and of its program for several minibatches."""
+def _minibatches(trained: Trained) -> Iterator[tuple[Any, Any]]:
+    """Yield the blocks and the features of several minibatches."""
     graph, loading = trained.graph, trained.config.loading
     sampler = Sampler(graph, loading.fanouts, loading.seed)
     with trained.open_features() as table:
         # their sizes differ
         for count in (1, min(CHECKED_NODES, graph.num_nodes)):
             batch = sampler.sample(torch.arange(count), epoch=0)
-            x = table.gather(batch.nodes.to(table.device)).cpu()
-            yield (batch.blocks, x), export_arguments(encoder, batch, x)
+            yield batch.blocks, table.gather(batch.nodes.to(table.device)).cpu()
 
 
 def _typed_minibatches(encoder: HeteroModel, trained: Trained) -> Iterator[tuple[Any, Any]]:
@@ -205,5 +205,4 @@ def _typed_minibatches(encoder: HeteroModel, trained: Trained) -> Iterator[tuple
         batch = sampler.sample(seeds, epoch=0, seed_times=times)
         batch.blocks = build_hetero_blocks(batch)
         batch.x = {name: table.gather(batch.nodes[name]) for name, table in tables.items()}
-        x = with_embeddings(batch, trained.embeddings)
-        yield (batch.blocks, x), hetero_export_arguments(encoder, batch.blocks, x)
+        yield batch.blocks, with_embeddings(batch, trained.embeddings)

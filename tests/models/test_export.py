@@ -54,7 +54,7 @@ def test_an_exported_model_equals_the_model_for_any_sizes(name, tmp_path):
         batch = Sampler(graph, fanouts).sample(torch.tensor(seeds), epoch=0)
         x = torch.randn(len(batch.nodes), model.in_features)
         expected = model(batch.blocks, x)
-        arguments = export_arguments(model, batch, x)
+        arguments = export_arguments(model, batch.blocks, x)
         assert bool(arguments[3]) == needs_degrees(model)
         torch.testing.assert_close(loaded(*arguments), expected, rtol=1e-4, atol=1e-5)
 

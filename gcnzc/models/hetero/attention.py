@@ -14,13 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gcnzc.kernels.aggregate import sum_dtype
-from gcnzc.kernels.aggregate.dot_attention import dot_attention
-from gcnzc.kernels.aggregate.dropout import dropout
-from gcnzc.kernels.aggregate.edge_softmax import edge_softmax
-from gcnzc.kernels.aggregate.weighted import weighted_spmm
 from gcnzc.models.hetero.layers import HeteroLayer, glorot_
-from gcnzc.models.layers import random_seed
+from gcnzc.models.layer_edges import TypedEdges
+from gcnzc.models.layers import dropout_options
 from gcnzc.sampling.hetero import HeteroBlock, HeteroMetadata
 
 
@@ -109,8 +105,9 @@ class RGATLayer(HeteroLayer):
             ]
         )
 
-    def forward(self, block: HeteroBlock, rows: Tensor) -> dict[int, Tensor]:
+    def forward(self, edges: TypedEdges, rows: Tensor) -> dict[int, Tensor]:
         """See `HeteroLayer.forward`."""
+        block = edges.block
         metadata, sources = block.metadata, block.split_rows(rows)
         source_scores = self._scores(
             sources, self.source_attention, self.source_order, metadata.edge_types_out
@@ -121,22 +118,16 @@ class RGATLayer(HeteroLayer):
             self.target_order,
             metadata.edge_types_in,
         )
-        # the weights of bfloat16 and float16 scores stay float32
-        dtype, _ = sum_dtype(source_scores)
-        source_scores, target_scores = source_scores.to(dtype), target_scores.to(dtype)
-        weight = edge_softmax(block.indptr, block.pairs, source_scores, target_scores)
-        if self.training and self.dropout:
-            weight = dropout(weight, self.dropout, random_seed())
         sums = block.split_columns(
-            weighted_spmm(block.indptr, block.indices, weight, rows.unsqueeze(1))
+            edges.gat_aggregate(rows, source_scores, target_scores, **dropout_options(self))
         )
         matrices = self.weight.split(list(self.num_in))
         biases = self.bias.split(list(self.num_in))
         outs = {}
         for t, matrix, bias in zip(self.out_types, matrices, biases, strict=True):
             shape = (block.num_dst[t], len(matrix), self.heads, self.in_features)
-            out = torch.einsum("nrhf,rhfg->nhg", sums[t].view(shape), matrix)
-            out = out.flatten(1) if self.concatenate else out.mean(1)
+            out = _transform(sums[t].view(shape), matrix)
+            out = _flatten_heads(out) if self.concatenate else out.mean(1)
             outs[t] = out + bias.sum(0).to(out.dtype)
         return outs
 
@@ -151,15 +142,20 @@ class HGTLayer(HeteroLayer):
 
     Args:
         metadata, out_types: see `HeteroLayer`.
-        features: F, columns of the input and of the output, divisible by `heads`.
+        in_features, out_features: F, the same number, divisible by `heads`.
         heads: attention heads, H.
     """
 
     def __init__(
-        self, metadata: HeteroMetadata, out_types: Iterable[int], features: int, heads: int
+        self,
+        metadata: HeteroMetadata,
+        out_types: Iterable[int],
+        in_features: int,
+        out_features: int,
+        heads: int,
     ) -> None:
-        super().__init__(metadata, out_types, features, features)
-        self.heads, columns = heads, features // heads
+        super().__init__(metadata, out_types, in_features, out_features)
+        self.heads, features, columns = heads, in_features, in_features // heads
         # node types that are sources of an edge type with parameters
         self.source_types = tuple(
             t
@@ -190,20 +186,13 @@ class HGTLayer(HeteroLayer):
         nn.init.ones_(self.prior)
         nn.init.ones_(self.skip)
 
-    def forward(self, block: HeteroBlock, rows: Tensor) -> dict[int, Tensor]:
+    def forward(self, edges: TypedEdges, rows: Tensor) -> dict[int, Tensor]:
         """See `HeteroLayer.forward`."""
-        own_rows, heads = block.destination_rows(rows), self.heads
+        block, heads = edges.block, self.heads
+        own_rows = block.destination_rows(rows)
         keys, values = self._keys_values(block, rows)
-        sums = block.split_columns(
-            dot_attention(
-                block.indptr,
-                block.indices,
-                block.destination_indptr,
-                keys,
-                self._queries(block, own_rows).to(keys.dtype),
-                values,
-            )
-        )
+        queries = self._queries(block, own_rows).to(keys.dtype)
+        sums = block.split_columns(edges.dot_attention(keys, queries, values))
         matrices = self.value_matrix.split(list(self.num_in))
         gates = torch.sigmoid(self.skip).to(rows.dtype).unbind()
         outs = {}
@@ -211,8 +200,8 @@ class HGTLayer(HeteroLayer):
             self.out_types, matrices, self.outputs, gates, strict=True
         ):
             shape = (block.num_dst[t], len(matrix), heads, matrix.shape[3])
-            out = torch.einsum("nrhd,rhde->nhe", sums[t].view(shape), matrix).flatten(1)
-            out = linear(functional.gelu(out))
+            out = _transform(sums[t].view(shape), matrix)
+            out = linear(functional.gelu(_flatten_heads(out)))
             outs[t] = torch.lerp(own_rows[t], out.to(rows.dtype), gate)
         return outs
 
@@ -220,7 +209,7 @@ class HGTLayer(HeteroLayer):
         """Return the keys and the values of all sources, each (S, H, columns)."""
         linears = dict(zip(self.source_types, self.keys_values, strict=True))
         parts = [
-            linears[t](own) if t in linears else own.new_zeros(len(own), 2 * self.in_features)
+            linears[t](own) if t in linears else own.new_zeros(own.shape[0], 2 * self.in_features)
             for t, own in enumerate(block.split_rows(rows))
         ]
         dtype = parts[self.source_types[0]].dtype if self.source_types else rows.dtype
@@ -243,8 +232,30 @@ class HGTLayer(HeteroLayer):
         for t, (own, count) in enumerate(zip(own_rows, block.num_columns, strict=True)):
             if len(of_types.get(t, ())):
                 query = next(linears)(own).unflatten(1, (self.heads, columns))
-                query = torch.einsum("nhe,rhde->nrhd", query, of_types[t])
-                parts.append(query.reshape(count, self.heads, columns))
+                # for all edge types at once: (H, D, R * columns)
+                matrix = of_types[t].permute(1, 3, 0, 2).flatten(2)
+                query = torch.bmm(query.transpose(0, 1), matrix).unflatten(2, (-1, columns))
+                parts.append(_flatten_types(query.permute(1, 2, 0, 3), 0))
             else:
                 parts.append(own.new_zeros(count, self.heads, columns))
         return torch.cat(parts)
+
+
+def _transform(sums_DRHF: Tensor, matrix_RHFG: Tensor) -> Tensor:
+    """Return the (D, H, G) sums over edge types of the products with their matrices."""
+    sums = _flatten_types(sums_DRHF.permute(2, 0, 3, 1), 2)
+    return torch.bmm(sums, matrix_RHFG.permute(1, 2, 0, 3).flatten(1, 2)).transpose(0, 1)
+
+
+# `einsum`, and `flatten` of the following cases, would compare the number of rows with 1, and
+# exported programs would reject a single destination
+
+
+def _flatten_types(x: Tensor, dim: int) -> Tensor:
+    """Flatten a dimension and the next one, that of edge types."""
+    return x.squeeze(dim + 1) if x.shape[dim + 1] == 1 else x.flatten(dim, dim + 1)
+
+
+def _flatten_heads(rows_THF: Tensor) -> Tensor:
+    """Return the heads of each row one after the other, (T, H * F)."""
+    return rows_THF.clone(memory_format=torch.contiguous_format).flatten(1)

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gcnzc.kernels.aggregate import aggregate
-from gcnzc.kernels.aggregate.degree_scales import scale_dtype
 from gcnzc.models.autocast import add_linear
-from gcnzc.sampling.hetero import HeteroBlock, HeteroMetadata
+from gcnzc.models.layer_edges import TypedEdges
+from gcnzc.sampling.hetero import HeteroMetadata
 
 
 class HeteroLayer(nn.Module):
@@ -55,11 +54,11 @@ class HeteroLayer(nn.Module):
         """Reset all parameters, with random numbers from torch's default generator."""
         raise NotImplementedError(f"{type(self).__name__} must implement reset_parameters()")
 
-    def forward(self, block: HeteroBlock, rows: Tensor) -> dict[int, Tensor]:
+    def forward(self, edges: TypedEdges, rows: Tensor) -> dict[int, Tensor]:
         """Compute the layer on a block.
 
         Args:
-            block: the edges of all types.
+            edges: the edges of all types.
             rows: (sum of sources, F) rows of the sources of all node types.
 
         Returns:
@@ -86,10 +85,10 @@ class MeanLayer(HeteroLayer):
         """Return the parameters of each of `out_types`."""
         raise NotImplementedError(f"{type(self).__name__} must implement weights()")
 
-    def forward(self, block: HeteroBlock, rows: Tensor) -> dict[int, Tensor]:
+    def forward(self, edges: TypedEdges, rows: Tensor) -> dict[int, Tensor]:
         """See `HeteroLayer.forward`."""
-        scale = 1 / block.indptr.diff().clamp(min=1).to(scale_dtype(rows.dtype))
-        means = block.split_columns(aggregate(block.indptr, block.indices, rows, None, scale))
+        block = edges.block
+        means = block.split_columns(edges.mean(rows))
         own_rows = block.destination_rows(rows)
         outs = {}
         for t, weights in zip(self.out_types, self.weights(), strict=True):

@@ -6,12 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from gcnzc.kernels.aggregate.dropout import dropout as drop
-from gcnzc.models.gnn import make_activation
 from gcnzc.models.hetero.attention import HGTLayer, RGATLayer
 from gcnzc.models.hetero.layers import HeteroLayer, HeteroSAGELayer, RGCNLayer
 from gcnzc.models.hetero.stack import HeteroModel
 from gcnzc.models.stack import check_probability
-from gcnzc.sampling.hetero import HeteroMetadata
 from gcnzc.system.arguments import check_flag, check_integer
 
 
@@ -54,6 +52,8 @@ class RGCN(HeteroModel):
             value.
     """
 
+    layer_class = RGCNLayer
+
     def __init__(
         self,
         metadata: Any,
@@ -64,40 +64,23 @@ class RGCN(HeteroModel):
         num_layers: int = 2,
         dropout: float = 0.5,
         *,
-        input_dropout: float = 0.0,
-        input_linear: bool | Collection[str] = True,
         num_bases: int | None = None,
         root_weight: bool = True,
-        norm: str = "none",
-        residual: bool = False,
-        output_linear: bool = False,
-        activation: str = "relu",
+        **options: Any,
     ) -> None:
-        hidden = check_integer("hidden", hidden, 1)
         if num_bases is not None:
             num_bases = check_integer("num_bases", num_bases, 1)
-        root_weight = check_flag("root_weight", root_weight)
-
-        def make_layer(types: HeteroMetadata, own: Sequence[int], out: int | None) -> HeteroLayer:
-            return RGCNLayer(
-                types, own, hidden, out or hidden, num_bases=num_bases, root_weight=root_weight
-            )
-
         super().__init__(
-            make_layer,
             metadata,
             in_features,
             hidden,
             num_classes,
             target,
             num_layers,
-            make_activation(activation),
-            dropout=dropout,
-            input_dropout=input_dropout,
-            input_linear=input_linear,
-            norm=norm,
-            residual=residual,
-            output_linear=output_linear,
+            dropout,
+            num_bases=num_bases,
+            root_weight=check_flag("root_weight", root_weight),
+            **options,
         )
 
 
@@ -112,44 +95,7 @@ class HeteroSAGE(HeteroModel):
     `root_weight`.
     """
 
-    def __init__(
-        self,
-        metadata: Any,
-        in_features: Mapping[str, int],
-        hidden: int,
-        num_classes: int,
-        target: str | Sequence[str],
-        num_layers: int = 2,
-        dropout: float = 0.5,
-        *,
-        input_dropout: float = 0.0,
-        input_linear: bool | Collection[str] = True,
-        norm: str = "none",
-        residual: bool = False,
-        output_linear: bool = False,
-        activation: str = "relu",
-    ) -> None:
-        hidden = check_integer("hidden", hidden, 1)
-
-        def make_layer(types: HeteroMetadata, own: Sequence[int], out: int | None) -> HeteroLayer:
-            return HeteroSAGELayer(types, own, hidden, out or hidden)
-
-        super().__init__(
-            make_layer,
-            metadata,
-            in_features,
-            hidden,
-            num_classes,
-            target,
-            num_layers,
-            make_activation(activation),
-            dropout=dropout,
-            input_dropout=input_dropout,
-            input_linear=input_linear,
-            norm=norm,
-            residual=residual,
-            output_linear=output_linear,
-        )
+    layer_class = HeteroSAGELayer
 
 
 class RGAT(HeteroModel):
@@ -175,6 +121,8 @@ class RGAT(HeteroModel):
         ValueError: see `RGCN`; or `hidden` is not divisible by `heads`.
     """
 
+    layer_class = RGATLayer
+
     def __init__(
         self,
         metadata: Any,
@@ -185,45 +133,33 @@ class RGAT(HeteroModel):
         num_layers: int = 2,
         dropout: float = 0.5,
         *,
-        input_dropout: float = 0.0,
-        input_linear: bool | Collection[str] = True,
         heads: int = 4,
         attention_dropout: float = 0.0,
-        norm: str = "none",
         residual: bool = True,
-        output_linear: bool = False,
         activation: str = "elu",
+        **options: Any,
     ) -> None:
-        hidden, heads = _check_heads(hidden, heads)
-        attention_dropout = check_probability("attention_dropout", attention_dropout)
-
-        def make_layer(types: HeteroMetadata, own: Sequence[int], out: int | None) -> HeteroLayer:
-            return RGATLayer(
-                types,
-                own,
-                hidden,
-                out or hidden,
-                heads,
-                concatenate=out is None,
-                dropout=attention_dropout,
-            )
-
         super().__init__(
-            make_layer,
             metadata,
             in_features,
             hidden,
             num_classes,
             target,
             num_layers,
-            make_activation(activation),
-            dropout=dropout,
-            input_dropout=input_dropout,
-            input_linear=input_linear,
-            norm=norm,
+            dropout,
+            heads=_check_heads(hidden, heads),
+            attention_dropout=check_probability("attention_dropout", attention_dropout),
             residual=residual,
-            output_linear=output_linear,
+            activation=activation,
+            **options,
         )
+
+    def make_layer(
+        self, out_types: Sequence[int], out_features: int, is_hidden: bool, **options: Any
+    ) -> HeteroLayer:
+        """See `HeteroModel.make_layer`; the outputs of heads are concatenated in hidden layers."""
+        options |= {"concatenate": is_hidden, "dropout": options.pop("attention_dropout")}
+        return super().make_layer(out_types, out_features, is_hidden, **options)
 
 
 class HGT(HeteroModel):
@@ -247,6 +183,8 @@ class HGT(HeteroModel):
         ValueError: see `RGCN`; or `hidden` is not divisible by `heads`.
     """
 
+    layer_class = HGTLayer
+
     def __init__(
         self,
         metadata: Any,
@@ -262,37 +200,28 @@ class HGT(HeteroModel):
         heads: int = 4,
         norm: str = "none",
     ) -> None:
-        hidden, heads = _check_heads(hidden, heads)
-
-        def make_layer(types: HeteroMetadata, own: Sequence[int], out: int | None) -> HeteroLayer:
-            return HGTLayer(types, own, hidden, heads)
-
         super().__init__(
-            make_layer,
             metadata,
             in_features,
             hidden,
             num_classes,
             target,
             num_layers,
-            _dropout_only,
-            dropout=dropout,
+            dropout,
             input_dropout=input_dropout,
             input_linear=input_linear,
+            heads=_check_heads(hidden, heads),
             norm=norm,
-            residual=False,
             output_linear=True,
         )
+        self.activate = _dropout_only
 
 
-def _check_heads(hidden: int, heads: int) -> tuple[int, int]:
+def _check_heads(hidden: int, heads: int) -> int:
     hidden, heads = check_integer("hidden", hidden, 1), check_integer("heads", heads, 1)
     if hidden % heads:
-        raise ValueError(
-            f"hidden is {hidden}, which is not divisible by heads, {heads}\n\n"
-            f"hint: hidden={hidden + heads - hidden % heads}, the columns of all heads together"
-        )
-    return hidden, heads
+        raise ValueError(f"hidden is {hidden}, which is not divisible by heads, {heads}")
+    return heads
 
 
 def _dropout_only(x: Tensor, p: float, seed: int) -> Tensor:

@@ -1,27 +1,20 @@
 """A stack of layers on heterogeneous blocks, with a projection of each node type's features."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from gcnzc.kernels.aggregate.dropout import dropout
 from gcnzc.models.autocast import compute_dtype, normalize
 from gcnzc.models.hetero.layers import HeteroLayer
-from gcnzc.models.layers import random_seed
-from gcnzc.models.stack import NORMS, check_probability
+from gcnzc.models.layer_edges import TypedEdges
+from gcnzc.models.stack import NORMS, Stack
 from gcnzc.sampling.hetero import HeteroBlock, HeteroMetadata
-from gcnzc.system.arguments import (
-    check_choice,
-    check_flag,
-    check_integer,
-    check_kind,
-    describe,
-)
+from gcnzc.system.arguments import check_flag, check_integer, check_kind, describe
 
 
-class HeteroModel(nn.Module):
+class HeteroModel(Stack):
     """A stack of layers on heterogeneous blocks, with optional normalization and residuals.
 
     Each layer computes only the node types that the outputs depend on. Without `output_linear`, the
@@ -30,10 +23,9 @@ class HeteroModel(nn.Module):
     Parameters are numbered in the order of the metadata. A state dict is valid only for a model
     with the same metadata.
 
+    A subclass sets `layer_class`, or overrides `make_layer`.
+
     Args:
-        make_layer: `make_layer(metadata, out_types, out_features)` returns a layer with `hidden`
-            input columns; `out_features` is None for a hidden layer, whose output has `hidden`
-            columns.
         metadata: node types and edge types, from `HeteroGraph.metadata()` or PyG's
             `HeteroData.metadata()`.
         in_features: columns of the features, or of the trainable embeddings, of each node type.
@@ -41,8 +33,6 @@ class HeteroModel(nn.Module):
         num_classes: columns of the logits, or of the embeddings for link prediction.
         target: the node type whose outputs are computed; or a sequence of node types.
         num_layers: number of layers, and of hops of the sampler.
-        activate: `activate(x, p, seed)` returns the activation of `x` with dropout of probability
-            p; it may overwrite `x`.
         dropout: probability that a hidden element is zeroed during training.
         input_dropout: probability that a feature is zeroed during training.
         input_linear: project the features of all node types to `hidden` columns; or the node types
@@ -53,6 +43,8 @@ class HeteroModel(nn.Module):
         residual: add a linear projection of each layer's input to its output, for each node type.
         output_linear: compute the outputs with a linear projection after the last layer, which is
             then a hidden layer.
+        activation: "relu" or "elu".
+        layer_options: passed to `make_layer`.
 
     Attributes:
         metadata: node types and edge types.
@@ -61,78 +53,103 @@ class HeteroModel(nn.Module):
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: a node type is unknown or has no `in_features`, a number is below 1, a dropout
-            probability is outside [0, 1), or `norm` has an unknown value.
+            probability is outside [0, 1), or `norm` or `activation` has an unknown value.
     """
+
+    layer_class: type[HeteroLayer]
 
     def __init__(
         self,
-        make_layer: Callable[[HeteroMetadata, Sequence[int], int | None], HeteroLayer],
         metadata: Any,
         in_features: Mapping[str, int],
         hidden: int,
         num_classes: int,
         target: str | Sequence[str],
-        num_layers: int,
-        activate: Callable[[Tensor, float, int], Tensor],
+        num_layers: int = 2,
+        dropout: float = 0.5,
         *,
-        dropout: float,
-        input_dropout: float,
-        input_linear: bool | Collection[str],
-        norm: str,
-        residual: bool,
-        output_linear: bool,
+        input_dropout: float = 0.0,
+        input_linear: bool | Collection[str] = True,
+        norm: str = "none",
+        residual: bool = False,
+        output_linear: bool = False,
+        activation: str = "relu",
+        **layer_options: Any,
     ) -> None:
-        super().__init__()
-        self.metadata = as_metadata(metadata)
-        self.targets, self.is_single = (
-            _check_targets(self.metadata, target),
-            isinstance(target, str),
+        super().__init__(
+            num_classes, num_layers, dropout, input_dropout, norm, activation, output_linear
         )
-        hidden = check_integer("hidden", hidden, 1)
-        self.out_features = num_classes = check_integer("num_classes", num_classes, 1)
-        num_layers = check_integer("num_layers", num_layers, 1)
-        self.dropout = check_probability("dropout", dropout)
-        self.input_dropout = check_probability("input_dropout", input_dropout)
-        check_choice("norm", norm, NORMS)
-        residual = check_flag("residual", residual)
-        output_linear = check_flag("output_linear", output_linear)
-        self.activate = activate
-        types = _types_of_layers(self.metadata, self.targets, num_layers)
+        self.metadata, self.hidden = as_metadata(metadata), check_integer("hidden", hidden, 1)
+        residual, node_types = check_flag("residual", residual), self.metadata.node_types
+        self.is_single = isinstance(target, str)
+        self.targets = (target,) if isinstance(target, str) else tuple(dict.fromkeys(target))
+        if not self.targets:
+            raise ValueError("target has no node types\n\nhint: target='paper'")
+        _check_types("target", self.targets, node_types)
+        check_kind("in_features", in_features, Mapping, "{node type: columns of its features}")
+        _check_types("in_features", in_features, node_types)
+        self.in_features = {
+            name: check_integer(f"in_features[{name!r}]", columns, 1)
+            for name, columns in in_features.items()
+        }
+        types = _types_of_layers(self.metadata, self.targets, self.num_layers)
         self.in_types, out_types = types[0], types[1:]
-        self.in_features = _check_in_features(self.metadata, in_features, self.in_types)
-        self.hidden = hidden
-        names = [self.metadata.node_types[t] for t in self.in_types]
-        projected = _check_projected(self.metadata, input_linear)
-        for name in names:
-            if name not in projected and self.in_features[name] != hidden:
+        # by number of the node type; for a bool, all or none
+        is_projected = [input_linear is True] * len(node_types)
+        if not isinstance(input_linear, bool):
+            check_kind("input_linear", input_linear, (list, tuple, set, frozenset))
+            _check_types("input_linear", input_linear, node_types)
+            is_projected = [name in input_linear for name in node_types]
+        self.input_linears = nn.ModuleList()
+        for t in self.in_types:
+            name, columns = node_types[t], self.in_features.get(node_types[t])
+            if columns is None:
                 raise ValueError(
-                    f"in_features[{name!r}] is {self.in_features[name]}, but hidden is {hidden}, "
-                    f"and input_linear omits {name!r}\n\nhint: input_linear=True"
+                    f"in_features has no columns of node type {name!r}\n\n"
+                    "hint: for a type without features, the columns of its trainable embedding"
                 )
-        self.input_linears = nn.ModuleList(
-            nn.Linear(self.in_features[name], hidden) if name in projected else nn.Identity()
-            for name in names
-        )
-        num_hidden = num_layers if output_linear else num_layers - 1
-        widths = [hidden] * num_hidden + [num_classes] * (num_layers - num_hidden)
+            if not is_projected[t] and columns != self.hidden:
+                raise ValueError(
+                    f"in_features[{name!r}] is {columns}, but hidden is {self.hidden}, and "
+                    f"input_linear omits {name!r}\n\nhint: input_linear=True"
+                )
+            linear = nn.Linear(columns, self.hidden) if is_projected[t] else nn.Identity()
+            self.input_linears.append(linear)
+        widths = [
+            self.hidden if index < self.num_hidden else self.out_features
+            for index in range(self.num_layers)
+        ]
         self.layers = nn.ModuleList(
-            make_layer(self.metadata, each, None if index < num_hidden else num_classes)
-            for index, each in enumerate(out_types)
+            self.make_layer(each, width, index < self.num_hidden, **layer_options)
+            for index, (each, width) in enumerate(zip(out_types, widths, strict=True))
         )
         self.residuals = nn.ModuleList(
-            nn.ModuleList(nn.Linear(hidden, width) for _ in each)
+            nn.ModuleList(nn.Linear(self.hidden, width) for _ in each)
             for each, width in zip(out_types, widths, strict=True)
             if residual
         )
-        norm_class = {"none": None, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm}[norm]
+        norm_class = NORMS[norm]
         self.norms = nn.ModuleList(
-            nn.ModuleList(norm_class(hidden) for _ in each)
-            for each in out_types[:num_hidden]
-            if norm_class is not None
+            nn.ModuleList(norm_class(self.hidden) for _ in each)
+            for each in out_types[: self.num_hidden]
+            if norm_class
         )
         self.output_linears = nn.ModuleList(
-            nn.Linear(hidden, num_classes) for _ in out_types[-1] if output_linear
+            nn.Linear(self.hidden, self.out_features) for _ in out_types[-1] if output_linear
         )
+
+    def make_layer(
+        self, out_types: Sequence[int], out_features: int, is_hidden: bool, **options: Any
+    ) -> HeteroLayer:
+        """Return a layer with `hidden` input columns.
+
+        Args:
+            out_types: see `HeteroLayer`.
+            out_features: columns of the output: `hidden`, or those of the outputs of the model.
+            is_hidden: whether the output is hidden.
+            options: `layer_options` of the model.
+        """
+        return self.layer_class(self.metadata, out_types, self.hidden, out_features, **options)
 
     def reset_parameters(self) -> None:
         """Reset all parameters, with random numbers from torch's default generator."""
@@ -158,22 +175,19 @@ class HeteroModel(nn.Module):
             the last block; if `target` is a sequence, a dict of outputs by node type.
 
         Raises:
-            TypeError: an argument has the wrong type.
+            TypeError: `x` is not a dict.
             ValueError: the number of blocks is not the number of layers, blocks have other metadata
                 or do not fit together, or a type of `x` is missing or has the wrong number of rows
                 or columns.
         """
-        if len(blocks) != len(self.layers):
-            raise ValueError(f"{len(blocks)} blocks for a model of {len(self.layers)} layers")
-        self._check_blocks(blocks)
-        return self.project_outputs(self._compute_layers(blocks, x))
+        self._check_blocks(blocks, len(self.layers))
+        return self.compute(list(map(TypedEdges, blocks)), x)
 
-    def project_outputs(self, outs: dict[int, Tensor]) -> Tensor | dict[str, Tensor]:
-        """Apply the output linear layers, if there are any, and return the result of `forward`.
-
-        Args:
-            outs: outputs of the last layer by number of the node type.
-        """
+    def compute(
+        self, edges: Sequence[TypedEdges], x: Mapping[str, Tensor]
+    ) -> Tensor | dict[str, Tensor]:
+        """Return the result of `forward`, given the edges of the blocks."""
+        outs = self._compute_layers(edges, x)
         if self.output_linears:
             linears = zip(outs, self.output_linears, strict=True)
             outs = {t: linear(outs[t]) for t, linear in linears}
@@ -197,18 +211,15 @@ class HeteroModel(nn.Module):
             activation, unless the layer computes the outputs of the model.
 
         Raises:
-            TypeError: an argument has the wrong type.
+            TypeError: `x` is not a dict.
             ValueError: there are no blocks or too many, the layer does not compute the node type,
                 or an argument is invalid, see `forward`.
         """
-        count = len(blocks)
-        if not 1 <= count <= len(self.layers):
-            raise ValueError(f"{count} blocks for a model of {len(self.layers)} layers")
-        computed = self.layer_types(count)
-        if node_type not in computed:
-            raise ValueError(f"layer {count} does not compute node type {node_type!r:.100}")
-        self._check_blocks(blocks)
-        return self._compute_layers(blocks, x)[self.metadata.node_types.index(node_type)]
+        self._check_blocks(blocks, 1)
+        if node_type not in self.layer_types(len(blocks)):
+            raise ValueError(f"layer {len(blocks)} does not compute node type {node_type!r:.100}")
+        outs = self._compute_layers(list(map(TypedEdges, blocks)), x)
+        return outs[self.metadata.node_types.index(node_type)]
 
     def layer_types(self, layer: int) -> list[str]:
         """Return the names of the node types that a layer computes.
@@ -220,96 +231,68 @@ class HeteroModel(nn.Module):
         return [self.metadata.node_types[t] for t in computed]
 
     def _compute_layers(
-        self, blocks: Sequence[HeteroBlock], x: Mapping[str, Tensor]
+        self, edges: Sequence[TypedEdges], x: Mapping[str, Tensor]
     ) -> dict[int, Tensor]:
-        """Return the outputs of layer `len(blocks)`, before the output linear layers."""
-        rows, outs = self._project_features(blocks[0], x), {}
-        for index, (module, block) in enumerate(zip(self.layers, blocks, strict=False)):
-            outs = module(block, rows)
+        """Return the outputs of layer `len(edges)`, before the output linear layers."""
+        rows, outs = self._project_features(edges[0].block, x), {}
+        for index, (layer, own) in enumerate(zip(self.layers, edges, strict=False)):
+            block, outs = own.block, layer(own, rows)
             if self.residuals:
-                self.add_residuals(index, outs, block.destination_rows(rows))
+                own_rows = block.destination_rows(rows)
+                for t, linear in zip(outs, self.residuals[index], strict=True):  # type: ignore[call-overload]
+                    outs[t] = linear(own_rows[t]).add_(outs[t])
             if index == len(self.layers) - 1 and not self.output_linears:
                 return outs
             if self.norms:
                 for t, norm in zip(outs, self.norms[index], strict=True):  # type: ignore[call-overload]
-                    # batch normalization has no statistics of no rows
-                    outs[t] = normalize(norm, outs[t]) if len(outs[t]) else outs[t]
-            rows = self._activate(self._concatenate(block, outs))
-        parts = rows.split(list(blocks[-1].num_dst))
-        return {t: parts[t] for t in outs}
-
-    def add_residuals(
-        self, index: int, outs: dict[int, Tensor], own: Sequence[Tensor] | Mapping[int, Tensor]
-    ) -> None:
-        """Add the residuals of a layer to its outputs, in place.
-
-        Args:
-            index: of the layer, from 0.
-            outs: outputs by number of the node type.
-            own: rows of the destinations by number of the node type.
-        """
-        for t, linear in zip(outs, self.residuals[index], strict=True):  # type: ignore[call-overload]
-            outs[t] = linear(own[t]).add_(outs[t])
-
-    def _activate(self, rows: Tensor) -> Tensor:
-        p = self.dropout if self.training else 0.0
-        return self.activate(rows, p, random_seed() if p else 0)
-
-    def _concatenate(self, block: HeteroBlock, outs: Mapping[int, Tensor]) -> Tensor:
-        """Return the rows of all node types; those of types that were not computed are zeros."""
-        like = next(iter(outs.values()))
-        return torch.cat(
-            [
+                    outs[t] = normalize(norm, outs[t])
+            # the rows of types that were not computed are zeros
+            like = next(iter(outs.values()))
+            parts = [
                 outs[t] if t in outs else like.new_zeros(count, like.shape[1])
                 for t, count in enumerate(block.num_dst)
             ]
-        )
+            rows = self._activate(torch.cat(parts))
+        found = rows.split(list(edges[-1].block.num_dst))
+        return {t: found[t] for t in outs}
 
     def _project_features(self, block: HeteroBlock, x: Mapping[str, Tensor]) -> Tensor:
         """Return the (sum of S_t, hidden) projected features of all sources."""
         check_kind("x", x, Mapping, "{node type: features}, a dict")
-        weight = next(self.parameters())
-        dtype = compute_dtype(weight.dtype, block.device)
+        options: dict[str, Any] = {
+            "dtype": compute_dtype(next(self.parameters()).dtype, block.device),
+            "device": block.device,
+        }
         parts = []
         linears = dict(zip(self.in_types, self.input_linears, strict=True))
         for t, (name, count) in enumerate(
             zip(self.metadata.node_types, block.num_src, strict=True)
         ):
             if t not in linears:
-                parts.append(torch.zeros(count, self.hidden, dtype=dtype, device=block.device))
+                parts.append(torch.zeros(count, self.hidden, **options))
                 continue
             features = x.get(name)
-            if features is None and not count:
-                features = torch.empty(0, self.in_features[name], device=block.device)
-            self._check_features(name, features, count)
-            assert features is not None
-            features = features.to(dtype)
-            if self.training and self.input_dropout:
-                features = dropout(features, self.input_dropout, random_seed())
-            parts.append(linears[t](features))
-        rows = torch.cat(parts)
-        if self.training and self.dropout:
-            rows = dropout(rows, self.dropout, random_seed())
-        return rows
+            if features is None:
+                if count:
+                    raise ValueError(
+                        f"x has no features of node type {name!r}, which has {count} nodes\n\n"
+                        "hint: for types without features, pass rows of a trainable embedding"
+                    )
+                features = torch.empty(0, self.in_features[name], **options)
+            expected = (count, self.in_features[name])
+            if features.shape != expected:
+                raise ValueError(
+                    f"x[{name!r}] has shape {tuple(features.shape)}, but the first block and the "
+                    f"model have {expected}"
+                )
+            features = features.to(options["dtype"])
+            parts.append(linears[t](self._drop(features, self.input_dropout)))
+        return self._drop(torch.cat(parts), self.dropout)
 
-    def _check_features(self, name: str, features: object, count: int) -> None:
-        if features is None:
-            raise ValueError(
-                f"x has no features of node type {name!r}, which has {count} nodes\n\n"
-                "hint: for types without features, pass rows of a trainable embedding"
-            )
-        if not isinstance(features, Tensor) or features.is_complex():
-            raise TypeError(f"x[{name!r}] is {describe(features)}, not real numbers")
-        expected = (count, self.in_features[name])
-        if features.shape != expected:
-            raise ValueError(
-                f"x[{name!r}] has shape {tuple(features.shape)}, but the first block and the model "
-                f"have {expected}"
-            )
-
-    def _check_blocks(self, blocks: Sequence[HeteroBlock]) -> None:
+    def _check_blocks(self, blocks: Sequence[HeteroBlock], least: int) -> None:
+        if not least <= len(blocks) <= len(self.layers):
+            raise ValueError(f"{len(blocks)} blocks for a model of {len(self.layers)} layers")
         for index, block in enumerate(blocks):
-            check_kind(f"blocks[{index}]", block, HeteroBlock, "build_hetero_blocks(batch)")
             if block.metadata != self.metadata:
                 raise ValueError(
                     f"blocks[{index}] has other metadata than the model: {block.metadata}; the "
@@ -331,49 +314,26 @@ def as_metadata(metadata: Any) -> HeteroMetadata:
     """
     if isinstance(metadata, HeteroMetadata):
         return metadata
-    hint = "graph.metadata(): a list of names, and a list of triples of names"
     try:
         node_types, edge_types = metadata
-        found = HeteroMetadata(tuple(node_types), tuple(tuple(each) for each in edge_types))
+        found = HeteroMetadata(tuple(node_types), tuple((s, r, d) for s, r, d in edge_types))
     except (TypeError, ValueError):
+        hint = "graph.metadata(): a list of names, and a list of triples of names"
         raise TypeError(f"metadata is {describe(metadata)}\n\nhint: {hint}") from None
-    for each in found.edge_types:
-        if len(each) != 3 or each[0] not in found.node_types or each[2] not in found.node_types:
-            raise ValueError(
-                f"metadata has the edge type {each}, whose node types are not in "
-                f"{list(found.node_types)}\n\nhint: {hint}"
-            )
+    ends = [end for each in found.edge_types for end in each[::2]]
+    _check_types("an edge type of metadata", ends, found.node_types)
     for kind in (found.node_types, found.edge_types):
         if len(set(kind)) != len(kind):
-            raise ValueError(f"metadata has a type twice: {list(kind)}\n\nhint: {hint}")
+            raise ValueError(f"metadata has a type twice: {list(kind)}")
     return found
 
 
-def _check_targets(metadata: HeteroMetadata, target: str | Sequence[str]) -> tuple[str, ...]:
-    targets = (target,) if isinstance(target, str) else tuple(target)
-    if not targets:
-        raise ValueError("target has no node types\n\nhint: target='paper'")
-    for name in targets:
-        if name not in metadata.node_types:
+def _check_types(name: str, given: Iterable[str], node_types: Sequence[str]) -> None:
+    for each in given:
+        if each not in node_types:
             raise ValueError(
-                f"target is {name!r:.100}, but the node types are {list(metadata.node_types)}"
+                f"{name} has the node type {each!r:.100}, but the node types are {list(node_types)}"
             )
-    return tuple(dict.fromkeys(targets))
-
-
-def _check_projected(metadata: HeteroMetadata, given: bool | Collection[str]) -> set[str]:
-    """Return the node types whose features are projected."""
-    if isinstance(given, bool):
-        return set(metadata.node_types) if given else set()
-    if isinstance(given, str) or not isinstance(given, Collection):
-        raise TypeError(f"input_linear is {describe(given)}, not True, False or node types")
-    for name in given:
-        if name not in metadata.node_types:
-            raise ValueError(
-                f"input_linear has the node type {name!r:.100}, but the node types are "
-                f"{list(metadata.node_types)}"
-            )
-    return set(given)
 
 
 def _types_of_layers(
@@ -390,26 +350,3 @@ def _types_of_layers(
         }
         found.append(sorted(needed))
     return found[::-1]
-
-
-def _check_in_features(
-    metadata: HeteroMetadata, in_features: Mapping[str, int], needed: Iterable[int]
-) -> dict[str, int]:
-    check_kind("in_features", in_features, Mapping, "{node type: columns of its features}, a dict")
-    for name in in_features:
-        if name not in metadata.node_types:
-            raise ValueError(
-                f"in_features has the node type {name!r:.100}, but the node types are "
-                f"{list(metadata.node_types)}"
-            )
-    for t in needed:
-        name = metadata.node_types[t]
-        if name not in in_features:
-            raise ValueError(
-                f"in_features has no columns of node type {name!r}\n\n"
-                "hint: for a type without features, the columns of its trainable embedding"
-            )
-    return {
-        name: check_integer(f"in_features[{name!r}]", columns, 1)
-        for name, columns in in_features.items()
-    }

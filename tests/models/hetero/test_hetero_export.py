@@ -10,18 +10,18 @@ from slow_cases import mark_slow
 
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.models import HGT, RGAT, RGCN, HeteroSAGE
-from gcnzc.models.hetero.export import export_hetero_model, hetero_export_arguments
+from gcnzc.models.export import export_arguments, export_model
 from gcnzc.sampling import HeteroSampler, build_full_hetero_blocks, build_hetero_blocks
 
-SIZES = {"a": 20, "b": 13, "c": 7}
-COLUMNS = {"a": 3, "b": 5, "c": 2}
+SIZES = {"a": 20, "b": 13, "c": 7, "d": 5}
+COLUMNS = {"a": 3, "b": 5, "c": 2, "d": 4}
 
 
 @pytest.fixture(scope="module")
 def graph():
-    """No edge type goes into c, and one edge type has no edges."""
+    """No edge type goes into c, one goes into d, and one edge type has no edges."""
     random = np.random.default_rng(0)
-    ends = {("a", "x", "b"): 50, ("b", "y", "a"): 40, ("c", "x", "a"): 9}
+    ends = {("a", "x", "b"): 50, ("b", "y", "a"): 40, ("c", "x", "a"): 9, ("a", "z", "d"): 15}
     edges = {
         key: {"edge_index": random.integers(0, [[SIZES[key[0]]], [SIZES[key[2]]]], (2, count))}
         for key, count in (ends | {("c", "w", "b"): 0}).items()
@@ -34,6 +34,7 @@ CASES = {
     "rgcn_without_own_rows": (RGCN, {"root_weight": False, "num_layers": 1}),
     "sage": (HeteroSAGE, {"norm": "layer", "output_linear": True, "activation": "elu"}),
     "rgat": (RGAT, {"heads": 2, "residual": False, "norm": "batch"}),
+    "rgat_of_one_edge_type": (RGAT, {"heads": 2, "num_layers": 1}),
     "hgt": (HGT, {"heads": 2, "num_layers": 1}),
 }
 
@@ -43,7 +44,7 @@ def test_a_program_computes_what_the_model_does(case, graph):
     kind, options = CASES[case]
     num_layers = options.get("num_layers", 2)
     torch.manual_seed(0)
-    target = ["b", "a"] if case in ("sage", "hgt") else "b"
+    target = {"sage": ["b", "d"], "hgt": ["b", "d"], "rgat_of_one_edge_type": "d"}.get(case, "b")
     model = kind(graph.metadata(), COLUMNS, 8, 3, target, **options)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -55,24 +56,27 @@ def test_a_program_computes_what_the_model_does(case, graph):
                 norm.running_var.uniform_(0.5, 2)
     model.eval()
     file = io.BytesIO()
-    torch.export.save(export_hetero_model(model), file)
+    torch.export.save(export_model(model), file)
     file.seek(0)
     run = torch.export.load(file).module()
     x = {name: torch.randn(SIZES[name], COLUMNS[name]) for name in SIZES}
     batches = [(build_full_hetero_blocks(graph, num_layers), x)]
     samplers = [HeteroSampler(graph, [3, 2][:num_layers], once=once) for once in (True, False)]
     minibatches = itertools.product(
-        samplers, ({"b": [0], "a": [0]}, {"b": range(6), "a": range(6)})
+        samplers, ({"b": [0], "d": [0]}, {"b": range(6), "d": range(5)})
     )
     # seeds without neighbours
-    for sampler, seeds in (*minibatches, (HeteroSampler(graph, [0] * num_layers), {"b": [2]})):
+    for sampler, seeds in (
+        *minibatches,
+        (HeteroSampler(graph, [0] * num_layers), {"b": [2], "d": [2]}),
+    ):
         batch = sampler.sample(seeds, epoch=0)
         rows = {name: x[name][ids] for name, ids in batch.nodes.items()}
         batches.append((build_hetero_blocks(batch), rows))
     for blocks, rows in batches:
         with torch.no_grad():
             expected = model(blocks, rows)
-            found = run(*hetero_export_arguments(model, blocks, rows))
+            found = run(*export_arguments(model, blocks, rows))
         assert isinstance(found, dict) == isinstance(expected, dict)
         if not isinstance(found, dict):
             expected, found = {target: expected}, {target: found}
@@ -83,12 +87,12 @@ def test_a_program_computes_what_the_model_does(case, graph):
 
 def test_unsupported_models_are_rejected(graph):
     with pytest.raises(TypeError, match="model is a Linear"):
-        export_hetero_model(torch.nn.Linear(1, 1))
+        export_model(torch.nn.Linear(1, 1))
     metadata = ["a", "b__c", "c"], [("a", "r__b", "c"), ("a__r", "b", "c")]
     metadata[0].append("a__r")
     model = RGCN(metadata, dict.fromkeys(metadata[0], 2), 4, 2, "c", num_layers=1)
     with pytest.raises(ValueError, match="two edge types have the name 'a__r__b__c'"):
-        export_hetero_model(model)
+        export_model(model)
 
 
 def test_outputs_of_layers_are_checked(graph):

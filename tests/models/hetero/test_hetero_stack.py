@@ -163,7 +163,7 @@ def test_types_without_projection_are_read_as_they_are():
 
 
 BAD_MODELS = {
-    "unknown target": ({"target": "venue"}, "target is 'venue'"),
+    "unknown target": ({"target": "venue"}, "target has the node type 'venue'"),
     "no targets": ({"target": ()}, "target has no node types"),
     "missing columns": ({"in_features": {PAPER: 7, FIELD: 4}}, "no columns of node type 'author'"),
     "unknown columns": ({"in_features": COLUMNS | {"venue": 3}}, "node type 'venue'"),
@@ -179,7 +179,7 @@ BAD_MODELS = {
     "edge type": ({"metadata": (["a"], [("a", "to", "b")])}, "edge type"),
     "twice": ({"metadata": (["a", "a"], [])}, "twice"),
     "no metadata": ({"metadata": 5}, r"metadata is 5\n\nhint: graph.metadata\(\)"),
-    "a projection": ({"input_linear": PAPER}, "input_linear is 'paper', not True, False or node"),
+    "a projection": ({"input_linear": PAPER}, "input_linear is 'paper', not a list"),
 }
 
 
@@ -202,9 +202,8 @@ def test_bad_inputs_are_errors():
     ):
         with pytest.raises(ValueError, match=message):
             model(blocks, wrong)
-    for wrong in (x[PAPER], x | {PAPER: x[PAPER].to(torch.complex64)}, x | {PAPER: [1.0]}):
-        with pytest.raises(TypeError, match="x"):
-            model(blocks, wrong)
+    with pytest.raises(TypeError, match="x is a tensor"):
+        model(blocks, x[PAPER])
     with pytest.raises(ValueError, match="1 blocks for a model of 2 layers"):
         model(blocks[:1], x)
     with pytest.raises(ValueError, match="other metadata"):
@@ -212,5 +211,3 @@ def test_bad_inputs_are_errors():
     batch = HeteroSampler(graph, [2, 2]).sample((PAPER, [1, 2]), epoch=0)
     with pytest.raises(ValueError, match="destinations"):
         model(build_hetero_blocks(batch)[::-1], x)
-    with pytest.raises(TypeError, match=r"blocks\[0\]"):
-        model([None, None], x)
