@@ -211,7 +211,7 @@ class _PlainLayerEdges(LayerEdges):
             sums = scores[sources] + target_scores[targets]
             return functional.leaky_relu(sums, NEGATIVE_SLOPE)
 
-        return self._attend(rows_SHF, scores_of)
+        return self._weighted_sums(rows_SHF, scores_of)
 
     def gatv2_aggregate(
         self, rows_SHF: Tensor, targets_THF: Tensor, attention_HF: Tensor, **training: Any
@@ -222,9 +222,11 @@ class _PlainLayerEdges(LayerEdges):
             sums = rows_SHF[sources] + targets_THF[targets]
             return (functional.leaky_relu(sums, NEGATIVE_SLOPE) * attention_HF).sum(2)
 
-        return self._attend(rows_SHF, scores_of)
+        return self._weighted_sums(rows_SHF, scores_of)
 
-    def _attend(self, rows_SHF: Tensor, scores_of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def _weighted_sums(
+        self, rows_SHF: Tensor, scores_of: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         """Return the sums of rows, weighted by the softmax over in-edges and the target itself."""
         targets = _targets(self.indptr, self.indices)
         own = torch.arange(self.num_targets, device=targets.device)

@@ -243,19 +243,18 @@ class HGTLayer(HeteroLayer):
 
 def _transform(sums_DRHF: Tensor, matrix_RHFG: Tensor) -> Tensor:
     """Return the (D, H, G) sums over edge types of the products with their matrices."""
+    # `einsum` would compare D with 1, and exported programs would reject a single destination
     sums = _flatten_types(sums_DRHF.permute(2, 0, 3, 1), 2)
     return torch.bmm(sums, matrix_RHFG.permute(1, 2, 0, 3).flatten(1, 2)).transpose(0, 1)
 
 
-# `einsum`, and `flatten` of the following cases, would compare the number of rows with 1, and
-# exported programs would reject a single destination
-
-
 def _flatten_types(x: Tensor, dim: int) -> Tensor:
     """Flatten a dimension and the next one, that of edge types."""
+    # without a comparison of other sizes with 1, see `_transform`
     return x.squeeze(dim + 1) if x.shape[dim + 1] == 1 else x.flatten(dim, dim + 1)
 
 
 def _flatten_heads(rows_THF: Tensor) -> Tensor:
     """Return the heads of each row one after the other, (T, H * F)."""
+    # without a comparison of T with 1, see `_transform`
     return rows_THF.clone(memory_format=torch.contiguous_format).flatten(1)
