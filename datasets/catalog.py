@@ -151,5 +151,5 @@ def refuse_other_kinds(name: str, links: bool = False, hetero: bool = False) -> 
                 "hint: homogeneous datasets are supported: ogbn-arxiv, ogbn-products, "
                 "ogbn-proteins, ogbn-papers100M, or your own; for link prediction ogbl-ppa, "
                 "ogbl-collab, ogbl-citation2, ogbl-ddi, ogbl-vessel; `gcnzc prepare ogbn-mag` and "
-                "HeteroGraph.from_ogb read ogbn-mag"
+                "Graph.from_ogb read ogbn-mag"
             )

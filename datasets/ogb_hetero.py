@@ -102,7 +102,7 @@ class OgbHetero:
         if is_link_layout(folder):
             raise ValueError(
                 f"{folder} is a heterogeneous link property dataset: it has no node labels\n\n"
-                "hint: its split of the edges is not supported; HeteroGraph.from_arrays takes the "
+                "hint: its split of the edges is not supported; Graph.from_arrays takes the "
                 "arrays of raw/, and gcnzc train --task link holds out edges itself"
             )
         self.binary = any((self._raw / name).is_file() for name in _BINARY_FILES)

@@ -248,7 +248,7 @@ def _matrix_market(
 def _bipartite(path: Path) -> ValueError:
     return ValueError(
         f"{path} has edges between two kinds of nodes, and equal ids of both are different nodes"
-        "\n\nhint: HeteroGraph.from_arrays takes edges between two types of nodes"
+        "\n\nhint: Graph.from_arrays takes edges between two types of nodes"
     )
 
 

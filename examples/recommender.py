@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gcnzc.graph.hetero import HeteroGraph
-from gcnzc.graph.hetero.tables import Table
+from gcnzc.graph import Table, from_tables
 from gcnzc.sampling import HeteroSampler
 
 DAY = 86400
@@ -95,7 +94,7 @@ def main():
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     users, items, behaviours = make_shop(options.users, options.items, seed=options.seed)
-    graph = HeteroGraph.from_tables(
+    graph = from_tables(
         {
             "user": Table(users, "user_id"),
             "item": Table(items, "item_id"),

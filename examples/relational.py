@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from sklearn.metrics import roc_auc_score
 from torch import nn
 
-from gcnzc.graph.hetero import HeteroGraph
-from gcnzc.graph.hetero.tables import Table
+from gcnzc.graph import Table, from_tables
 from gcnzc.sampling import HeteroSampler
 
 WEEK = pd.Timedelta(days=7)
@@ -116,7 +115,7 @@ def main():
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     customers, products, orders = make_tables(options.customers, seed=options.seed)
-    graph = HeteroGraph.from_tables(
+    graph = from_tables(
         {
             "customer": Table(customers, "customer_id"),
             "product": Table(products, "product_id", features=["price", "days_of_use"]),

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from gcnzc.features import FeatureTable, cached, cached_share, pinned
     from gcnzc.graph import Graph
     from gcnzc.graph.dataset import Dataset
-    from gcnzc.graph.hetero import HeteroGraph
     from gcnzc.graph.load import load
     from gcnzc.graph.prepare import prepare
     from gcnzc.loader import FullBatchLoader, HeteroLoader, Loader, presample
@@ -26,7 +25,6 @@ __all__ = [
     "FeatureTable",
     "FullBatchLoader",
     "Graph",
-    "HeteroGraph",
     "HeteroLoader",
     "HeteroSampler",
     "LinkSampler",
@@ -55,7 +53,6 @@ __getattr__, __dir__ = lazy_attributes(
         "gcnzc.features": ("FeatureTable", "cached", "cached_share", "pinned"),
         "gcnzc.graph": ("Graph",),
         "gcnzc.graph.dataset": ("Dataset",),
-        "gcnzc.graph.hetero": ("HeteroGraph",),
         "gcnzc.graph.load": ("load",),
         "gcnzc.graph.prepare": ("prepare",),
         "gcnzc.loader": ("FullBatchLoader", "HeteroLoader", "Loader", "presample"),

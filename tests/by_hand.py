@@ -40,7 +40,7 @@ def random_graph(num_nodes: int = 60, num_edges: int = 300) -> Graph:
 
 def dense(graph: Graph) -> Tensor:
     """A[t, s]: how many edges s -> t."""
-    src, dst = graph.edges()
+    src, dst = graph.coo()
     matrix = torch.zeros(graph.num_nodes, graph.num_nodes, dtype=torch.float64)
     return matrix.index_put((dst.long(), src.long()), torch.ones(()).double(), accumulate=True)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import gcnzc
 from gcnzc.cli import main
 from gcnzc.exchange import lockstep
 from gcnzc.graph.graph import Graph
@@ -62,7 +63,7 @@ def train_optimizers(folder: Path) -> None:
     link, edges = ["--task", "link"], str(folder / "edges")
     run("prepare", str(tiny().write(folder / "graph")), edges, *link)
     run("train", edges, *link, *sizes, "--out", str(folder / "link"))
-    typed_papers.build().save(folder / "papers")
+    gcnzc.prepare(typed_papers.build(), folder / "papers")
     for model in TYPED_MODELS:
         run("train", str(folder / "papers"), *sizes, "--model", model, "--out", str(folder / model))
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from bits import same_tensors
 
-from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.graph import Graph
 
 TIMES = 12  # times are below this
 
@@ -33,14 +33,14 @@ def random_graph(seed, *, times="none", weights=False, num_types=None, num_nodes
     if times in ("node", "both"):
         # at least one edge type has a source with times
         found[types[0], "dated", types[-1]] = {"edge_index": np.zeros((2, 1), np.int64)}
-    return HeteroGraph.from_arrays(nodes, found)
+    return Graph.from_arrays(nodes, found)
 
 
 def random_seeds(graph, seed, count=5):
     """Seeds of some types, and their times."""
     random = np.random.default_rng(seed)
     types = random.permutation(graph.node_types)[: int(random.integers(1, 3))].tolist()
-    drawn = {name: random.integers(0, graph.num_nodes(name), count) for name in types}
+    drawn = {name: random.integers(0, graph.nodes(name).num_nodes, count) for name in types}
     seeds = {name: torch.from_numpy(ids) for name, ids in drawn.items()}
     return seeds, torch.from_numpy(random.integers(0, TIMES, count * len(seeds)))
 

@@ -21,8 +21,7 @@ from cooperative_threads import Channel, Schedule, replaced
 
 from gcnzc.features.cache import cached
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.graph import Graph
-from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.graph import Graph
 from gcnzc.kernels.gather.cached_rows import CachedRows
 from gcnzc.loader import HeteroLoader
 from gcnzc.loader import loader as loader_module
@@ -374,7 +373,7 @@ def typed_graph():
     draw = np.random.default_rng(4)
     pairs, times = draw.integers(0, NUM_NODES, (2, 300)), draw.integers(0, 50, 300)
     few = np.stack([draw.integers(0, 8, 20), draw.integers(0, NUM_NODES, 20)])
-    return HeteroGraph.from_arrays(
+    return Graph.from_arrays(
         {"user": NUM_NODES, "item": NUM_NODES, "shop": 8, "city": NUM_NODES},
         {
             BUYS: {"edge_index": pairs, "time": times},

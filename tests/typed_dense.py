@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from gcnzc.graph.hetero import HeteroGraph
-from gcnzc.graph.hetero.graph import EdgeType
+from gcnzc.graph import Graph
+from gcnzc.graph.stores import EdgeType
 
 PAPER, AUTHOR, FIELD = "paper", "author", "field"
 WRITES, CITES = (AUTHOR, "writes", PAPER), (PAPER, "cites", PAPER)
@@ -14,7 +14,7 @@ SIZES = {PAPER: 23, AUTHOR: 17, FIELD: 5}
 COLUMNS = {PAPER: 7, AUTHOR: 3, FIELD: 4}
 
 
-def academic(*edge_types: EdgeType, seed: int = 0) -> HeteroGraph:
+def academic(*edge_types: EdgeType, seed: int = 0) -> Graph:
     """A graph of three node types, with repeated edges, nodes without in-edges, no NEVER edges."""
     generator = torch.Generator().manual_seed(seed)
     edges = {}
@@ -26,7 +26,7 @@ def academic(*edge_types: EdgeType, seed: int = 0) -> HeteroGraph:
             for size in (SIZES[each[0]], SIZES[each[2]] - 1)
         ]
         edges[each] = {"edge_index": torch.stack(ends)}
-    return HeteroGraph.from_arrays({name: {"num_nodes": n} for name, n in SIZES.items()}, edges)
+    return Graph.from_arrays({name: {"num_nodes": n} for name, n in SIZES.items()}, edges)
 
 
 def features(seed: int = 1) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ def features(seed: int = 1) -> dict[str, Tensor]:
     }
 
 
-def edge_index(graph: HeteroGraph) -> dict[EdgeType, Tensor]:
+def edge_index(graph: Graph) -> dict[EdgeType, Tensor]:
     """PyG's edge_index_dict."""
     return {each: graph.edges(each).edge_index() for each in graph.edge_types}
 

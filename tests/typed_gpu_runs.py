@@ -11,12 +11,13 @@ from pathlib import Path
 
 import typed_shop
 
+import gcnzc
 from gcnzc.train import TrainConfig, results, tracing, train
 
 
 def main():
     folder = Path(sys.argv[1])
-    typed_shop.without_features(typed_shop.build(), "user").save(folder / "shop")
+    gcnzc.prepare(typed_shop.without_features(typed_shop.build(), "user"), folder / "shop")
     # pictures would take most of the time
     tracing.timeline = results.curves = lambda *_: None
     warnings.filterwarnings("ignore", "the graph has times")

@@ -3,7 +3,7 @@
 import numpy as np
 from training import saved
 
-from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.graph import Graph
 
 PAPERS, AUTHORS, CLASSES = 600, 200, 3
 WRITES, WRITTEN = ("author", "writes", "paper"), ("paper", "written_by", "author")
@@ -27,7 +27,7 @@ def build(seed=0):
     x = np.eye(CLASSES, dtype=np.float32)
     order = random.permutation(PAPERS)
     cites = random.integers(0, PAPERS, (2, 2 * PAPERS))
-    return HeteroGraph.from_arrays(
+    return Graph.from_arrays(
         {
             "paper": {
                 "features": x[labels] + 2 * random.normal(size=(PAPERS, CLASSES)),

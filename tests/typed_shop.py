@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.graph import Graph
 
 USERS, ITEMS, EDGES, GROUPS = 120, 100, 2000, 4
 BUYS, BOUGHT = ("user", "buys", "item"), ("item", "bought_by", "user")
@@ -19,7 +19,7 @@ def build(*, is_planted=True, has_times=True):
         items = random.integers(0, ITEMS, EDGES)
     pairs = np.stack([users, items])
     own = {"time": random.integers(0, 400, EDGES)} if has_times else {}
-    return HeteroGraph.from_arrays(
+    return Graph.from_arrays(
         {
             "user": {"features": random.normal(size=(USERS, 4)).astype(np.float32)},
             "item": {"features": random.normal(size=(ITEMS, 4)).astype(np.float32)},
@@ -34,4 +34,4 @@ def without_features(graph, node_type):
     nodes = {name: graph.nodes(name) for name in graph.node_types}
     nodes[node_type] = replace(nodes[node_type], features=None)
     edges = {each: graph.edges(each) for each in graph.edge_types}
-    return HeteroGraph(nodes, edges, name=graph.name)
+    return Graph.from_stores(nodes, edges, name=graph.name)

@@ -31,7 +31,8 @@ from bench.loading.loader import (
     record_case,
     record_ratio,
 )
-from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
+from gcnzc.graph.graph import Graph
+from gcnzc.graph.stores import EdgeType
 
 NODES = {"paper": 550_000, "author": 400_000, "institution": 10_000, "field": 40_000}
 EDGES = {
@@ -69,7 +70,7 @@ def generated_graph(cache: Path) -> Path:
 def sorted_edges(folder: Path, edge_type: EdgeType, pair: list[Any]) -> Any:
     """Return edges sorted by destination and by the time of the source, as PyG's sampler needs."""
     nodes = {name: {"time": np.load(folder / f"{name}.time.npy")} for name in edge_type[::2]}
-    edges = HeteroGraph.from_arrays(nodes, {edge_type: pair}).edges(edge_type)
+    edges = Graph.from_arrays(nodes, {edge_type: pair}).edges(edge_type)
     targets = torch.arange(len(edges.indptr) - 1).repeat_interleave(edges.indptr.diff())
     return torch.stack([edges.indices.long(), targets]).numpy()
 

@@ -615,7 +615,7 @@ def make_base(base: Path) -> None:
     assert loaded.features is not None
     np.savez(
         base / "graph.npz",
-        edge_index=torch.stack(loaded.graph.edges()).numpy().astype(np.int64),
+        edge_index=torch.stack(loaded.graph.coo()).numpy().astype(np.int64),
         node_label=loaded.labels.numpy(),
         node_feat=loaded.features.numpy(),
         add_inverse_edge=np.array(False),

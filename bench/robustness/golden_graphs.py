@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 import gcnzc
 from bench.harness import ROOT
 from bench.ogb_folders import write_links, write_nodes
-from gcnzc import HeteroGraph
+from gcnzc import Graph
 from gcnzc.cli import main
 from gcnzc.datasets.source import EdgeSplitArrays
+from gcnzc.graph import Table, from_tables
 from gcnzc.graph.edge_split import EdgeShares
-from gcnzc.graph.hetero.tables import Table
+from gcnzc.graph.ogb import to_ogb
 from gcnzc.interop.dgl import import_dgl
 
 SEED = 1
@@ -199,7 +200,7 @@ def ogb_links(ranked: bool) -> str:
     return "ogbl"
 
 
-def typed_graph() -> HeteroGraph:
+def typed_graph() -> Graph:
     """Return a graph with times, weights, and features of nodes and edges."""
     random = np.random.default_rng(SEED)
     paper = {"features": FEATURES, "labels": LABELS, "split": IDS, "time": 2000 + LABELS}
@@ -207,16 +208,16 @@ def typed_graph() -> HeteroGraph:
     writes = {"edge_index": WRITES, "time": random.integers(0, 99, 900)}
     writes["features"] = random.standard_normal((900, 3)).astype(np.float32)
     edges = {("paper", "cites", "paper"): cites, ("author", "writes", "paper"): writes}
-    return HeteroGraph.from_arrays({"author": 50, "paper": paper}, edges)
+    return Graph.from_arrays({"author": 50, "paper": paper}, edges)
 
 
 def typed_layout(binary: bool) -> str:
     """Write OGB's layout of a graph with several types."""
-    typed_graph().to_ogb("typed", binary=binary)
+    to_ogb(typed_graph(), "typed", binary=binary)
     return "typed"
 
 
-def typed_pyg() -> HeteroGraph:
+def typed_pyg() -> Graph:
     """Return a graph from PyG's `HeteroData`."""
     from torch_geometric.data import HeteroData
 
@@ -226,10 +227,10 @@ def typed_pyg() -> HeteroGraph:
         author__writes__paper={"edge_index": WRITES, "time": torch.arange(900) % 31},
         paper__cites__paper={"edge_index": EDGES},
     )
-    return HeteroGraph.from_pyg(data, time_attr="time")
+    return Graph.from_pyg(data, time_attr="time")
 
 
-def typed_dgl() -> HeteroGraph:
+def typed_dgl() -> Graph:
     """Return a graph from a heterogeneous graph of DGL."""
     edges = {
         ("author", "writes", "paper"): tuple(WRITES),
@@ -237,10 +238,10 @@ def typed_dgl() -> HeteroGraph:
     }
     made = import_dgl().heterograph(edges, {"author": 50, "paper": NODES})
     made.nodes["paper"].data.update({"feat": X, "label": Y, **MASKS})
-    return HeteroGraph.from_dgl(made)
+    return Graph.from_dgl(made)
 
 
-def dated_tables() -> HeteroGraph:
+def dated_tables() -> Graph:
     """Return a graph from tables of users and their orders, whose times are dates."""
     users = pd.DataFrame({"id": np.arange(NODES) * 3 % 1000, "age": LABELS, "x": FEATURES[:, 0]})
     users["kind"] = pd.Categorical.from_codes(LABELS - 1, list("abcd"))
@@ -252,12 +253,10 @@ def dated_tables() -> HeteroGraph:
         "order": Table(orders, None, {"user": "user"}, "date", ["price"]),
     }
     dates = {"valid": "2024-01-03", "test": "2024-01-04"}
-    return HeteroGraph.from_tables(
-        named, labels={"user": "kind"}, splits={"user": "part", "order": dates}
-    )
+    return from_tables(named, labels={"user": "kind"}, splits={"user": "part", "order": dates})
 
 
-def behaviours() -> HeteroGraph:
+def behaviours() -> Graph:
     """Return the edges of ecomm_temporal, of four types with days."""
     with np.load(shared_data("ecomm_temporal/ecomm_temporal.npz")) as arrays:
         ends, kinds, days = (arrays[f"edge_{key}"] for key in ("index", "type", "time"))
@@ -267,7 +266,7 @@ def behaviours() -> HeteroGraph:
         for kind in range(4)
         for own in (kinds == kind,)
     }
-    return HeteroGraph.from_arrays({"any": count}, edges)
+    return Graph.from_arrays({"any": count}, edges)
 
 
 def generated(kind: str) -> str:
@@ -314,12 +313,12 @@ def prepared(make: Callable[[], Any], **options: Any) -> Iterator[Any]:
         os.chdir(folder)
         try:
             source = make()
-            if isinstance(source, HeteroGraph):
-                source.save("out")
+            if isinstance(source, Graph):
+                gcnzc.prepare(source, "out")
             else:
                 given = source if isinstance(source, dict) else {"source": source}
                 gcnzc.prepare(dest="out", **given, **options)
-            is_typed = isinstance(source, HeteroGraph) or "typed" in str(source)
+            is_typed = isinstance(source, Graph) or "typed" in str(source)
             yield from (typed_arrays_of if is_typed else arrays_of)("out")
         finally:
             os.chdir(before)
@@ -341,7 +340,7 @@ def arrays_of(folder: str) -> Iterator[Any]:
 
 def typed_arrays_of(folder: str) -> Iterator[Any]:
     """Yield the arrays of a prepared folder with several node types."""
-    graph = HeteroGraph.load(folder)
+    graph = gcnzc.load(folder).graph
     yield graph.time_unit
     for name in graph.node_types:
         nodes = graph.nodes(name)

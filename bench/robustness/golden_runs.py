@@ -196,14 +196,15 @@ def export_typed(name: str) -> dict[str, Any]:
     extra = {"gcnzc.json": ""}
     program = torch.export.load("typed.pt2", extra_files=extra).module()
     about = json.loads(extra["gcnzc.json"])
-    made, names = gcnzc.HeteroGraph.load(RUNS[name][0]), about["arguments"]
+    made, names = gcnzc.load(RUNS[name][0]).graph, about["arguments"]
     rows = np.load("typed.embeddings.npz") if about["embeddings"] else {}
     x = {
         key: torch.as_tensor(rows[key]) if key in rows else made.nodes(key).features
         for key in names["x"]
     }
     destinations = [
-        {key: torch.arange(made.num_nodes(key)) for key in layer} for layer in names["destinations"]
+        {key: torch.arange(made.nodes(key).num_nodes) for key in layer}
+        for layer in names["destinations"]
     ]
     edges = {"__".join(each): made.edges(tuple(each)) for each in about["edge_types"]}
     indptr, indices = (

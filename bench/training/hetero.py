@@ -27,8 +27,8 @@ from torch.nn import functional
 
 from bench import harness
 from bench.training.accuracy import parse, parser_of
+from gcnzc.graph import Graph
 from gcnzc.graph.dataset import Dataset
-from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.graph.load import load
 from gcnzc.graph.prepare import prepare
 from gcnzc.models import GCN, RGCN
@@ -89,11 +89,11 @@ class WordModel(nn.Module):
     matrix.
     """
 
-    def __init__(self, graph: HeteroGraph, dataset: Dataset, settings: Settings, seed: int) -> None:
+    def __init__(self, graph: Graph, dataset: Dataset, settings: Settings, seed: int) -> None:
         super().__init__()
         columns, layers = settings.hidden, settings.layers
-        self.words = nn.Parameter(0.03 * torch.randn(graph.num_nodes(WORD), columns))
-        self.papers = torch.zeros(graph.num_nodes(PAPER), columns)
+        self.words = nn.Parameter(0.03 * torch.randn(graph.nodes(WORD).num_nodes, columns))
+        self.papers = torch.zeros(graph.nodes(PAPER).num_nodes, columns)
         self.model = RGCN(
             graph.metadata(),
             {WORD: columns, PAPER: columns},
@@ -185,13 +185,13 @@ def dense_features(dataset: Dataset) -> Tensor:
     return table.gather(torch.arange(dataset.graph.num_nodes)).float()
 
 
-def typed_graph(dataset: Dataset) -> HeteroGraph:
+def typed_graph(dataset: Dataset) -> Graph:
     """Return the graph of papers, with self loops, and of the words that they contain."""
     features = dense_features(dataset)
     papers, words = features.nonzero(as_tuple=True)
     loops = torch.arange(len(features))
-    sources, targets = (torch.cat([ends.long(), loops]) for ends in dataset.graph.edges())
-    return HeteroGraph.from_arrays(
+    sources, targets = (torch.cat([ends.long(), loops]) for ends in dataset.graph.coo())
+    return Graph.from_arrays(
         {PAPER: {"num_nodes": len(features)}, WORD: {"num_nodes": features.shape[1]}},
         {
             (PAPER, "cites", PAPER): {"edge_index": torch.stack([sources, targets])},
@@ -258,7 +258,7 @@ def measure(name: str, archives: Path, seeds: int) -> bool:
 
 
 def _train_one(
-    kind: str, typed: HeteroGraph, dataset: Dataset, settings: Settings, seed: int
+    kind: str, typed: Graph, dataset: Dataset, settings: Settings, seed: int
 ) -> dict[str, Any]:
     if kind == "gcn":
         return train(lambda: FeatureModel(dataset, settings), dataset, settings.gcn_steps, seed)

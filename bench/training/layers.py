@@ -62,7 +62,7 @@ def pyg_adjacencies(graph: Graph) -> dict[str, Callable[[], Any]]:
     """Return functions that build the graph in each of PyG's formats, by name."""
     from torch_geometric import EdgeIndex
 
-    src, dst = (ids.long() for ids in graph.edges())
+    src, dst = (ids.long() for ids in graph.coo())
     edges, size = torch.stack([src, dst]), (graph.num_nodes, graph.num_nodes)
 
     def edge_index() -> Any:
@@ -135,7 +135,7 @@ def dgl_steps(graph: Graph, kind: str, layer: Any) -> dict[str, Step]:
     dgl = import_dgl()
     from dgl.nn import GATConv, GraphConv, SAGEConv
 
-    src, dst = graph.edges()
+    src, dst = graph.coo()
     made = dgl.graph((src.long(), dst.long()), num_nodes=graph.num_nodes)
     if kind != "sage":
         made = dgl.add_self_loop(made)

@@ -22,7 +22,7 @@ from gcnzc.datasets.rows import (
 )
 from gcnzc.datasets.source import SPLITS, EdgeDefaults, Metric, check_ends, node_dtype, part_of
 from gcnzc.datasets.tables import END_NAMES
-from gcnzc.graph.hetero.values import split_of_words
+from gcnzc.graph.values import split_of_words
 from gcnzc.system.arguments import check_integer, describe
 
 # edge defaults for graph objects that store edge directions

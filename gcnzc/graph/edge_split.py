@@ -80,7 +80,7 @@ def split_edges(
             f"{where} has {num_nodes} nodes, too many for an edge split\n\n"
             f"hint: graphs of up to {MAX_NODES - 1} nodes can be split"
         )
-    sources, targets = (part.numpy().astype(np.int64) for part in graph.edges())
+    sources, targets = (part.numpy().astype(np.int64) for part in graph.coo())
     is_loop = sources == targets
     low, high = np.minimum(sources, targets), np.maximum(sources, targets)
     pair_keys = low * num_nodes + high

@@ -14,7 +14,7 @@ from gcnzc.datasets.generated import split_labelled
 from gcnzc.datasets.names import Names, NamesFolder, read_names
 from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.ogb import OgbGraph
-from gcnzc.datasets.ogb_hetero import is_hetero_layout
+from gcnzc.datasets.ogb_hetero import OgbHetero, is_hetero_layout
 from gcnzc.datasets.ogb_layout import is_link_layout
 from gcnzc.datasets.ogb_link import OgbLinkGraph
 from gcnzc.datasets.rows import (
@@ -43,12 +43,13 @@ from gcnzc.datasets.source import (
 )
 from gcnzc.datasets.store import Prepared
 from gcnzc.datasets.table_graph import TableGraph, is_table
+from gcnzc.graph import folder
+from gcnzc.graph import ogb as typed_ogb
 from gcnzc.graph.arrays import ArrayGraph, note_of_values
 from gcnzc.graph.dataset import Dataset, EdgeSplit
 from gcnzc.graph.edge_split import with_sorted_columns
-from gcnzc.graph.graph import Duplicates, Graph, Loops, mapped_graph
-from gcnzc.graph.hetero import folder as hetero_folder
-from gcnzc.graph.hetero import ogb as hetero_ogb
+from gcnzc.graph.graph import NODE, Duplicates, Graph, Loops
+from gcnzc.graph.ogb import from_hetero_arrays, origin_of
 from gcnzc.graph.pyg_file import read_pyg_file
 from gcnzc.graph.stored_features import (
     feature_rows,
@@ -57,8 +58,13 @@ from gcnzc.graph.stored_features import (
     to_tensor,
     to_tensors,
 )
+from gcnzc.graph.stores import NodeStore
 
 _log = logging.getLogger("gcnzc")
+PREPARED = (
+    "edges and splits are those that it was prepared with\n\n"
+    "hint: prepare it again from its source, with --bidirected or --split"
+)
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,9 @@ def load(
         RuntimeError: there is not enough memory.
     """
     path = Path(path)
+    if store.is_hetero(path) or is_hetero_layout(path):
+        refuse_options(path, self_loops=(self_loops, "keep"), duplicates=(duplicates, "keep"))
+        return _load_typed(path, name, bool(bidirected), split, allow_nan)
     options = GraphOptions(bidirected, self_loops, duplicates, allow_nan)
     source = open_source(path, name, split)
     if source is None:
@@ -145,21 +154,58 @@ def load(
         quantized = None
         features = read_features(feature_rows(source, None), allow_nan, allocate)
     metadata = loaded.metadata
+    nodes = NodeStore(
+        loaded.graph.num_nodes,
+        features,
+        quantized,
+        to_tensor(loaded.labels),
+        to_tensors(loaded.split),
+        names=_names_of(source),
+    )
     return Dataset(
-        name=metadata["name"],
-        graph=loaded.graph,
-        features=features,
-        labels=to_tensor(loaded.labels),
-        split=to_tensors(loaded.split),
+        loaded.graph.with_nodes({NODE: nodes}, metadata["name"]),
+        NODE,
         num_classes=loaded.num_classes,
         metric=metadata["metric"],
         best_accuracy=metadata["best_accuracy"],
         folder=path,
         origin=metadata["origin"] | {"options": metadata["options"], "split": metadata["split"]},
-        quantized=quantized,
         links=None if loaded.links is None else _edge_split_tensors(loaded.links),
-        own_names=_names_of(source),
     )
+
+
+def _load_typed(
+    path: Path, name: str | None, reverse: bool, split: str | int | None, allow_nan: bool
+) -> Dataset:
+    if store.is_hetero(path):
+        if reverse or split is not None:
+            raise ValueError(f"{path} is prepared: {PREPARED}")
+        graph, origin = folder.load(path), folder.info(path)["origin"]
+    else:
+        arrays = OgbHetero(path, name, None if split is None else str(split)).read(no_progress)
+        graph = from_hetero_arrays(arrays, str(path), reverse=reverse, allow_nan=allow_nan)
+        origin = origin_of(arrays, reverse)
+    labelled = [each for each in graph.node_types if graph.nodes(each).labels is not None]
+    return Dataset(
+        graph,
+        labelled[0] if len(labelled) == 1 else "",
+        num_classes=origin.get("num_classes") or 0,
+        metric=origin.get("metric", "accuracy"),
+        best_accuracy=origin.get("best_accuracy"),
+        folder=path,
+        origin=origin,
+    )
+
+
+def refuse_options(source: object, **options: tuple[Any, Any]) -> None:
+    """Check that options are None or have their defaults for a graph of several types."""
+    for name, (value, default) in options.items():
+        if value is not None and value is not default and value != default:
+            raise ValueError(
+                f"{name} is {value!r:.100}, but {source} has a graph of several types\n\n"
+                "hint: leave it out; name, split, feature_dtype, scales, pitch_bytes, allow_nan "
+                "and bidirected, which adds reverse edge types, apply to such graphs"
+            )
 
 
 def log_notes(loaded: LoadedGraph) -> None:
@@ -184,7 +230,7 @@ def info(path: str | Path) -> dict[str, Any]:
         prepared folders its description). For prepared folders also num_tasks, num_labelled,
         options, disk_bytes, feature_bytes and version. For a prepared folder of a heterogeneous
         graph, kind is "hetero", and for one in OGB's layout "ogb-hetero"; see
-        `gcnzc.graph.hetero.folder.info` and `gcnzc.graph.hetero.ogb.info`.
+        `gcnzc.graph.folder.info` and `gcnzc.graph.ogb.info`.
 
     Raises:
         FileNotFoundError: the folder or one of its files does not exist.
@@ -192,9 +238,9 @@ def info(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     if store.is_hetero(path):
-        return hetero_folder.info(path)
+        return folder.info(path)
     if is_hetero_layout(path):
-        return hetero_ogb.info(path)
+        return typed_ogb.info(path)
     source = open_source(path, None, None)
     if source is None:
         raise FileNotFoundError(f"no folder {path}\n\nhint: is the path right?")
@@ -243,10 +289,10 @@ def verify(path: str | Path, progress: Progress = no_progress) -> None:
     """
     path = Path(path)
     if store.is_hetero(path):
-        hetero_folder.verify(path, progress)
+        folder.verify(path, progress)
         return
     if is_hetero_layout(path):
-        hetero_ogb.from_ogb(path, progress=progress)
+        from_hetero_arrays(OgbHetero(path).read(progress), str(path))
         return
     source = open_source(path, None, None)
     if source is None:
@@ -279,7 +325,9 @@ def verify_prepared(source: Prepared, progress: Progress) -> None:
 
 
 def _mapped_graph(source: Prepared) -> Graph:
-    return mapped_graph(source.indptr, source.indices, source.folder)
+    graph = Graph(source.indptr, source.indices, check=False)
+    graph.folder = source.folder
+    return graph
 
 
 def _check_split(source: Prepared) -> None:

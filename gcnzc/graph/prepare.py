@@ -9,7 +9,7 @@ import numpy as np
 
 from gcnzc.datasets import names, store
 from gcnzc.datasets.generated import are_percentages
-from gcnzc.datasets.ogb_hetero import is_hetero_name
+from gcnzc.datasets.ogb_hetero import OgbHetero, is_hetero_layout, is_hetero_name
 from gcnzc.datasets.rows import Array, Progress, Rows, no_progress, normalize_rows
 from gcnzc.datasets.source import (
     SPLITS,
@@ -21,11 +21,12 @@ from gcnzc.datasets.source import (
     node_dtype,
 )
 from gcnzc.datasets.store import HEADER_BYTES, Prepared
+from gcnzc.graph import folder
 from gcnzc.graph.arrays import from_arrays
 from gcnzc.graph.edge_split import EdgeShares, split_edges, with_sorted_columns
 from gcnzc.graph.graph import Duplicates, Graph, Loops
-from gcnzc.graph.hetero.prepare import is_hetero_source, prepare_hetero
 from gcnzc.graph.load import (
+    PREPARED,
     GraphOptions,
     LoadedGraph,
     find_named,
@@ -34,8 +35,10 @@ from gcnzc.graph.load import (
     open_source,
     read_graph,
     refuse_nan,
+    refuse_options,
     verify_prepared,
 )
+from gcnzc.graph.ogb import from_hetero_arrays, origin_of
 from gcnzc.graph.stored_features import (
     FeatureDtype,
     FeatureLayout,
@@ -82,8 +85,8 @@ def prepare(
 
         gcnzc.prepare(dest="data/mine", edges=edge_index, features=x, labels=y, splits=splits)
 
-    A heterogeneous graph in OGB's layout becomes a folder for `HeteroGraph.load`. It is read into
-    memory, and `bidirected` adds the reverse of every edge type; the default is not to.
+    A `Graph` of several types, or one in OGB's layout, becomes a folder with all types. It is read
+    into memory, and `bidirected` adds the reverse of every edge type; the default is not to.
 
     Dense features are converted in chunks, so that peak memory does not depend on their size.
     Sparse features and `.pt` files are read into memory. Edges are buffered in unlinked temporary
@@ -166,29 +169,28 @@ def prepare(
             "labels, splits and num_nodes apply to a graph in memory, but the source is "
             f"{source}\n\nhint: pass the graph as edges= instead, or write the arrays into an .npz"
         )
-    hetero = _find_hetero(source, dest, download, progress)
-    if hetero is not None:
-        _refuse_for_hetero(
-            hetero,
-            self_loops=(self_loops, (None, "keep")),
-            duplicates=(duplicates, (None, "keep")),
-            edge_split=(edge_split, (None,)),
-            features=(features, (None,)),
-            metric=(metric, (None,)),
-            normalize_features=(normalize_features, (False,)),
-            sparse_features=(sparse_features, (False,)),
-            random_split=(random_split, (None,)),
+    typed = source if isinstance(source, Graph) else _find_typed(source, dest, download, progress)
+    if typed is not None:
+        refuse_options(
+            typed,
+            self_loops=(self_loops, "keep"),
+            duplicates=(duplicates, "keep"),
+            edge_split=(edge_split, None),
+            features=(features, None),
+            metric=(metric, None),
+            normalize_features=(normalize_features, False),
+            sparse_features=(sparse_features, False),
+            random_split=(random_split, None),
         )
-        prepare_hetero(
-            hetero,
+        # the folder of a download need not have the name of the dataset
+        if name is None and isinstance(source, str) and typed != Path(source):
+            name = source
+        _write_typed(
+            *_read_typed(typed, name, split, bool(bidirected), allow_nan, progress),
             dest,
-            # the folder of a download need not have the name of the dataset
-            name=name if name is not None or hetero == Path(source) else str(source),
-            split=None if split is None else str(split),
-            reverse=bool(bidirected),
-            layout=FeatureLayout(feature_dtype, scales, False, pitch_bytes),
-            allow_nan=allow_nan,
-            progress=progress,
+            FeatureLayout(feature_dtype, scales, False, pitch_bytes),
+            allow_nan,
+            progress,
         )
         return
     dataset = source
@@ -209,25 +211,56 @@ def prepare(
     )
 
 
-def _find_hetero(source: Any, dest: Path, download: bool, progress: Progress) -> Path | None:
-    """Return the folder of a heterogeneous graph; None for any other source."""
+def _find_typed(source: Any, dest: Path, download: bool, progress: Progress) -> Path | None:
+    """Return the folder of a graph of several types; None for any other source."""
     if not isinstance(source, str | Path):
         return None
     path = Path(source)
     if not path.exists() and is_hetero_name(str(source)):
         return find_named(str(source), dest.parent / "downloads", download, progress)
-    return path if is_hetero_source(path) else None
+    return path if is_hetero_layout(path) or store.is_hetero(path) else None
 
 
-def _refuse_for_hetero(source: Path, **options: tuple[Any, tuple[Any, ...]]) -> None:
-    """Check that options, given with their defaults, are not set for a heterogeneous graph."""
-    for name, (value, defaults) in options.items():
-        if not any(value is default or value == default for default in defaults):
-            raise ValueError(
-                f"{name} is {value!r:.100}, but {source} has a heterogeneous graph\n\n"
-                f"hint: leave it out; name, split, feature_dtype, scales, pitch_bytes, allow_nan "
-                "and bidirected, which adds reverse edge types, apply to heterogeneous graphs"
-            )
+def _read_typed(
+    source: Path | Graph,
+    name: str | None,
+    split: str | int | None,
+    reverse: bool,
+    allow_nan: bool,
+    progress: Progress,
+) -> tuple[Graph, dict[str, Any]]:
+    """Return a graph of several types, and its origin."""
+    is_prepared = isinstance(source, Graph) or store.is_hetero(source)
+    if is_prepared and (reverse or split is not None):
+        raise ValueError(f"{source} is prepared: {PREPARED}")
+    if isinstance(source, Graph):
+        return source, {}
+    if is_prepared:
+        folder.verify(source, progress)
+        return folder.load(source), folder.info(source)["origin"]
+    arrays = OgbHetero(source, name, None if split is None else str(split)).read(progress)
+    graph = from_hetero_arrays(arrays, str(source), reverse=reverse, allow_nan=allow_nan)
+    return graph, origin_of(arrays, reverse)
+
+
+def _write_typed(
+    graph: Graph,
+    origin: dict[str, Any],
+    dest: Path,
+    layout: FeatureLayout,
+    allow_nan: bool,
+    progress: Progress,
+) -> None:
+    folder.save(
+        graph,
+        dest,
+        feature_dtype=layout.dtype,
+        scales=layout.scales,
+        pitch_bytes=layout.pitch_bytes,
+        allow_nan=allow_nan,
+        origin=origin,
+        progress=progress,
+    )
 
 
 @dataclass(frozen=True)
@@ -273,14 +306,14 @@ def _write(
     if rows is not None and features.normalize:
         rows = normalize_rows(rows)
     storage = None if rows is None else choose_format(rows, features.layout)
-    with store.atomic_folder(dest, _needed_bytes(opened, rows, storage)) as folder:
-        allocate = store.scratch_allocator(folder)
+    with store.atomic_folder(dest, _needed_bytes(opened, rows, storage)) as partial:
+        allocate = store.scratch_allocator(partial)
         loaded = read_graph(opened, options, allocate, progress)
         if edge_split is not None and loaded.links is None:
             loaded = _with_split_edges(loaded, edge_split)
         if metric is not None:
             loaded.metadata["metric"] = check_metric(metric, loaded.labels, loaded.num_classes)
-        writer = store.Writer(folder, progress)
+        writer = store.Writer(partial, progress)
         _write_graph(writer, loaded)
         feature_metadata = None
         if rows is not None and storage is not None:
@@ -348,7 +381,7 @@ def _source_and_dest(source: Any, dest: str | Path | None, edges: Any) -> tuple[
 
 def _is_path_or_source(source: Any) -> bool:
     """Whether `source` is a path, a name or a `Source`, rather than edges or a graph object."""
-    return isinstance(source, str | Path) or hasattr(source, "split_name")
+    return isinstance(source, str | Path | Graph) or hasattr(source, "split_name")
 
 
 def _with_split_edges(loaded: LoadedGraph, shares: EdgeShares) -> LoadedGraph:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
+from gcnzc.graph.graph import Graph, TimeKind
+from gcnzc.graph.stores import EdgeType
 from gcnzc.interop.column import gather_ids
 from gcnzc.kernels.philox import split_key
 from gcnzc.kernels.sample import HopSampler
@@ -38,7 +39,7 @@ class CscGraph:
         values: keeps the values alive from which the graph was built, see `cached_graph`.
     """
 
-    graph: HeteroGraph
+    graph: Graph
     edge_ids: Mapping[EdgeType, Tensor | None]
     is_typed: bool
     time: TimeKind | None = None
@@ -100,10 +101,10 @@ def invert_edge_ids(edge_ids: Tensor) -> Tensor:
     return positions
 
 
-def without_edge_ids(graph: HeteroGraph) -> tuple[HeteroGraph, dict[EdgeType, Tensor | None]]:
+def without_edge_ids(graph: Graph) -> tuple[Graph, dict[EdgeType, Tensor | None]]:
     """Return a graph whose edge ids are positions, and its edge ids by type."""
     edges = {each: graph.edges(each) for each in graph.edge_types}
-    found = HeteroGraph(
+    found = Graph.from_stores(
         {each: graph.nodes(each) for each in graph.node_types},
         {each: replace(store, edge_ids=None) for each, store in edges.items()},
         time_unit=graph.time_unit,
@@ -118,7 +119,7 @@ class PlainSampler(HeteroSampler):
     Its constructor has the arguments of `HeteroSampler`.
     """
 
-    def __init__(self, graph: HeteroGraph, num_neighbors: Any, **options: Any) -> None:
+    def __init__(self, graph: Graph, num_neighbors: Any, **options: Any) -> None:
         super().__init__(graph, num_neighbors, **options)
         self.options = replace(self.options, own_loops=True)
         self._hops = HopSampler(self._make_tables(), self.options)
@@ -127,7 +128,7 @@ class PlainSampler(HeteroSampler):
         ((edge_type, node_type),) = zip(self.graph.edge_types, self.graph.node_types, strict=True)
         edges, key = self.graph.edges(edge_type), split_key(self.seed)
         relation = Relation(0, 0, edges.indptr, edges.indices, key)
-        return GraphTables([self.graph.num_nodes(node_type)], [relation])
+        return GraphTables([self.graph.nodes(node_type).num_nodes], [relation])
 
 
 class MergingSampler(HeteroSampler):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.hetero.graph import HeteroGraph
-from gcnzc.graph.hetero.times import as_times
+from gcnzc.graph.graph import Graph
+from gcnzc.graph.times import as_times
 from gcnzc.kernels.buffers import Pool
 from gcnzc.loader.base import MinibatchLoader, thread_label
 from gcnzc.loader.checks import (
@@ -111,7 +111,7 @@ class HeteroLoader(MinibatchLoader[HeteroBatch]):
         if not isinstance(sampler, HeteroSampler | HeteroLinkSampler):
             raise TypeError(f"sampler is {describe(sampler)}, not a HeteroSampler")
         self.sampler: HeteroSampler | HeteroLinkSampler = sampler
-        self.graph: HeteroGraph = sampler.graph
+        self.graph: Graph = sampler.graph
         self.tables = _check_tables(self.graph, tables)
         self.copied_share = check_share(copied_share)
         self.device = check_tables_device(
@@ -226,7 +226,7 @@ class HeteroLoader(MinibatchLoader[HeteroBatch]):
 
 
 def _check_tables(
-    graph: HeteroGraph, given: Mapping[str, FeatureTable] | None
+    graph: Graph, given: Mapping[str, FeatureTable] | None
 ) -> dict[str, FeatureTable]:
     if given is None:
         own = {name: graph.nodes(name).table for name in graph.node_types}
@@ -234,21 +234,21 @@ def _check_tables(
     check_kind("tables", given, Mapping, "{'paper': FeatureTable(rows)}")
     for name, table in given.items():
         check_kind(f"tables[{name!r}]", table, FeatureTable, "gcnzc.FeatureTable(rows)")
-        if table.num_rows != graph.num_nodes(name):
+        if table.num_rows != graph.nodes(name).num_nodes:
             raise ValueError(
                 f"tables[{name!r}] has {table.num_rows} rows, but the type has "
-                f"{graph.num_nodes(name)} nodes"
+                f"{graph.nodes(name).num_nodes} nodes"
             )
     return dict(given)
 
 
-def _check_seed_nodes(given: Any, graph: HeteroGraph, may_be_empty: bool) -> tuple[str, Tensor]:
+def _check_seed_nodes(given: Any, graph: Graph, may_be_empty: bool) -> tuple[str, Tensor]:
     if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], str):
         raise TypeError(f"seeds is {describe(given)}, not a pair of a node type and ids")
     node_type, ids = given
     name = f"seeds of node type {node_type!r}"
     found = as_ids(name, ids, "a mask becomes ids by .nonzero().flatten()").cpu().contiguous()
-    check_range(name, found, graph.num_nodes(node_type), "it has {} nodes", "node ids")
+    check_range(name, found, graph.nodes(node_type).num_nodes, "it has {} nodes", "node ids")
     if len(found) == 0 and not may_be_empty:
         raise ValueError(f"{name} are empty: no batches\n\nhint: is the split empty?")
     return node_type, found

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.graph.hetero.graph import EdgeType
+from gcnzc.graph.stores import EdgeType
 
 REVERSE = "rev_"  # prefix of the relation of a reverse edge type, as `ToUndirected` of PyG names it
 

@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
-from gcnzc.graph.hetero.times import as_times
+from gcnzc.graph.graph import Graph, TimeKind, damage_error
+from gcnzc.graph.stores import EdgeType
+from gcnzc.graph.times import as_times
 from gcnzc.kernels.buffers import Allocate, Pool
 from gcnzc.kernels.sample import HopSampler, Options, Sample
 from gcnzc.kernels.sample.graph import (
@@ -58,7 +59,7 @@ Fanouts: TypeAlias = dict[EdgeType, tuple[int, ...]]
 DEFAULT = "default"
 
 
-def check_num_neighbors(graph: HeteroGraph, value: Any) -> Fanouts:
+def check_num_neighbors(graph: Graph, value: Any) -> Fanouts:
     """Return the fanouts of each edge type of `graph`, from the seeds outward.
 
     Args:
@@ -304,7 +305,7 @@ def build_hetero_blocks(
 
 
 def build_full_hetero_blocks(
-    graph: HeteroGraph,
+    graph: Graph,
     num_layers: int,
     *,
     targets: Iterable[str] | None = None,
@@ -313,7 +314,7 @@ def build_full_hetero_blocks(
     """Return blocks of a whole graph, for training on all nodes and edges in each step.
 
     Args:
-        graph: its arrays are checked first, see `HeteroGraph.check`.
+        graph: its arrays are checked first, see `Graph.check`.
         num_layers: number of layers.
         targets: node types whose outputs are computed by the last layer. Default: all.
         device: device of the blocks.
@@ -324,11 +325,11 @@ def build_full_hetero_blocks(
     Raises:
         ValueError: a target is not a node type, or the graph has a value out of range.
     """
-    check_kind("graph", graph, HeteroGraph, "HeteroGraph.from_pyg, from_dgl or from_arrays")
+    check_kind("graph", graph, Graph, "Graph.from_pyg, from_dgl or from_arrays")
     num_layers = check_integer("num_layers", num_layers, 1)
     graph.check()
     metadata = _metadata(tuple(graph.node_types), tuple(graph.edge_types))
-    sizes = tuple(graph.num_nodes(name) for name in metadata.node_types)
+    sizes = tuple(graph.nodes(name).num_nodes for name in metadata.node_types)
     last = set(metadata.node_types if targets is None else targets)
     unknown = sorted(last - set(metadata.node_types))
     if unknown:
@@ -654,12 +655,12 @@ class HeteroSampler:
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: a fanout, an edge type or an option is invalid, the graph has no weights
-            or no times, or its columns are not sorted by time, see `HeteroGraph.sort_by_time`.
+            or no times, or its columns are not sorted by time, see `Graph.sort_by_time`.
     """
 
     def __init__(
         self,
-        graph: HeteroGraph,
+        graph: Graph,
         num_neighbors: Sequence[int] | Mapping[Any, Sequence[int]],
         *,
         seed: int = 0,
@@ -672,7 +673,7 @@ class HeteroSampler:
         once: bool = True,
         edge_ids: bool = True,
     ) -> None:
-        check_kind("graph", graph, HeteroGraph, "HeteroGraph.from_pyg, from_dgl or from_arrays")
+        check_kind("graph", graph, Graph, "Graph.from_pyg, from_dgl or from_arrays")
         self.graph = graph
         self.fanouts: Fanouts = check_num_neighbors(graph, num_neighbors)
         self.seed = check_seed("seed", seed)
@@ -721,7 +722,7 @@ class HeteroSampler:
                     store.weight if self.weighted else None,
                 )
             )
-        sizes = [graph.num_nodes(name) for name in graph.node_types]
+        sizes = [graph.nodes(name).num_nodes for name in graph.node_types]
         type_keys = [derive_key(self.seed, TYPE_KEY, name) for name in graph.node_types]
         return GraphTables(sizes, relations, type_keys)
 
@@ -796,7 +797,8 @@ class HeteroSampler:
                 empty=self.pool.empty,
             )
         except InvalidColumn as error:
-            raise self._damage(error) from None
+            edge_type = self.graph.edge_types[error.relation]
+            raise damage_error(self.graph, error.array, error.wrong, edge_type) from None
         batch = self._to_batch(sampled, given, times)
         if self.subgraph_type == "bidirectional":
             to_bidirectional(batch)
@@ -812,7 +814,7 @@ class HeteroSampler:
             raise ValueError("seeds has no node types\n\nhint: {'paper': ids}")
         return {
             name: check_seeds(
-                f"seeds of node type {name!r}", ids, self.graph.num_nodes(name)
+                f"seeds of node type {name!r}", ids, self.graph.nodes(name).num_nodes
             ).contiguous()
             for name, ids in seeds.items()
         }
@@ -881,16 +883,6 @@ class HeteroSampler:
             subgraphs=None if subgraphs is None else dict(zip(node_types, subgraphs, strict=True)),
             seed_times=times,
             once=self.options.once,
-        )
-
-    def _damage(self, error: InvalidColumn) -> ValueError:
-        edge_type, folder = self.graph.edge_types[error.relation], self.graph.folder
-        hint = "graph.check() says which value is out of range"
-        if folder is not None:
-            hint = f"`gcnzc info {folder} --verify` reports which file is damaged"
-        return ValueError(
-            f"edge type {edge_type} has offsets or sources out of range among the in-edges of "
-            f"{edge_type[2]!r} node {error.node}: {error.wrong}\n\nhint: {hint}"
         )
 
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
-from gcnzc.graph.hetero.stores import EdgeStore
-from gcnzc.graph.hetero.times import as_times
-from gcnzc.graph.hetero.values import to_array
+from gcnzc.graph.graph import Graph
+from gcnzc.graph.stores import EdgeStore, EdgeType
+from gcnzc.graph.times import as_times
+from gcnzc.graph.values import to_array
 from gcnzc.kernels.buffers import Allocate, Pool
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
 from gcnzc.sampling.hetero_negatives import HeteroNegativeSampler
@@ -101,7 +101,7 @@ class HeteroLinkSampler:
         strict: bool = True,
         exclude: Exclude | None = None,
         reverse_types: Sequence[EdgeType | str] | None = None,
-        known: HeteroGraph | None = None,
+        known: Graph | None = None,
         seed: int = 0,
     ) -> None:
         check_kind("sampler", sampler, HeteroSampler, "HeteroSampler(graph, [10, 10])")
@@ -273,7 +273,7 @@ class HeteroLinkSampler:
         for edge_type, is_reverse in self._excluded():
             ends = positives.flip(0) if is_reverse else positives
             row, col = batch.edge_index(edge_type)
-            count = self.graph.num_nodes(edge_type[2])
+            count = self.graph.nodes(edge_type[2]).num_nodes
             keys = batch.nodes[edge_type[0]][row] * count + batch.nodes[edge_type[2]][col]
             kept = torch.isin(keys, ends[0] * count + ends[1], invert=True)
             if not bool(kept.all()):
@@ -296,7 +296,7 @@ class HeteroLinkSampler:
             raise ValueError(f"{name} are empty\n\nhint: is the split empty?")
         for end, ids in zip(self.edge_type[::2], found, strict=True):
             reason = f"node type {end!r} has {{}} nodes"
-            check_range(name, ids, self.graph.num_nodes(end), reason, "node ids")
+            check_range(name, ids, self.graph.nodes(end).num_nodes, reason, "node ids")
         return found
 
     def _check_times(self, times: Any, *, is_own: bool) -> Tensor | None:
@@ -312,13 +312,13 @@ class HeteroLinkSampler:
             )
         return as_times("times", times, self.num_items, self.graph.time_unit, is_limit=True)
 
-    def _build_negatives(self, known: HeteroGraph) -> HeteroNegativeSampler:
-        check_kind("known", known, HeteroGraph, "a HeteroGraph with the same nodes, or None")
+    def _build_negatives(self, known: Graph) -> HeteroNegativeSampler:
+        check_kind("known", known, Graph, "a Graph with the same nodes, or None")
         for end in self.edge_type[::2]:
-            if known.num_nodes(end) != self.graph.num_nodes(end):
+            if known.nodes(end).num_nodes != self.graph.nodes(end).num_nodes:
                 raise ValueError(
-                    f"known has {known.num_nodes(end)} nodes of type {end!r}, not "
-                    f"{self.graph.num_nodes(end)}"
+                    f"known has {known.nodes(end).num_nodes} nodes of type {end!r}, not "
+                    f"{self.graph.nodes(end).num_nodes}"
                 )
         node_times = None
         if self.times is not None and self._sampler.time != "edge":
@@ -369,7 +369,7 @@ def _keep_edges(batch: HeteroBatch, edge_type: EdgeType, kept: Tensor, empty: Al
             each[edge_type] = torch.masked_select(each[edge_type], kept, out=out)
 
 
-def edge_times(graph: HeteroGraph, edge_type: EdgeType) -> Tensor | None:
+def edge_times(graph: Graph, edge_type: EdgeType) -> Tensor | None:
     """Return the (E,) times of the edges of a type in the order of the edge ids; None without."""
     store: EdgeStore = graph.edges(edge_type)
     if store.time is None or store.edge_ids is None:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
+from gcnzc.graph.graph import Graph
+from gcnzc.graph.stores import EdgeType
 from gcnzc.kernels.sample.exclude import is_sorted, sort_columns
 from gcnzc.kernels.sample.negatives import sample_negatives, sample_timed_negatives
 
@@ -33,7 +34,7 @@ class HeteroNegativeSampler:
 
     def __init__(
         self,
-        known: HeteroGraph,
+        known: Graph,
         edge_type: EdgeType,
         num_negatives: int,
         strict: bool,

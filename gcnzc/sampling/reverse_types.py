@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
+from gcnzc.graph.graph import Graph
+from gcnzc.graph.stores import EdgeType
 
 # the names that PyG's ToUndirected, RelBench and others give to reverse relations
 _WORDS = "rev|reverse|reversed|inv|inverse"
@@ -19,7 +20,7 @@ COMMON = 0.9
 UNEXPECTED = 0.1
 
 
-def find_reverse_types(graph: HeteroGraph, edge_type: EdgeType | str) -> list[EdgeType]:
+def find_reverse_types(graph: Graph, edge_type: EdgeType | str) -> list[EdgeType]:
     """Return the edge types that have the reverse edges of a type.
 
     An edge type between the same node types in the other direction is one of them if
@@ -53,7 +54,7 @@ def find_reverse_types(graph: HeteroGraph, edge_type: EdgeType | str) -> list[Ed
         if own is None:
             own = _sorted_keys(graph, edge_type, is_reverse=False)
             own_pairs = own.unique_consecutive()
-        if not is_named and graph.num_edges(other) < UNEXPECTED * len(own_pairs):
+        if not is_named and graph.edges(other).num_edges < UNEXPECTED * len(own_pairs):
             continue
         keys = _sorted_keys(graph, other, is_reverse=True)
         if torch.equal(own, keys):
@@ -67,7 +68,7 @@ def find_reverse_types(graph: HeteroGraph, edge_type: EdgeType | str) -> list[Ed
         elif other != edge_type and counts.num_common >= COMMON * max(counts[1:]):
             found.append(other)
         elif counts.num_common > UNEXPECTED * counts.num_own:
-            num_expected = _expect_common(own_pairs, pairs, graph.num_nodes(edge_type[2]))
+            num_expected = _expect_common(own_pairs, pairs, graph.nodes(edge_type[2]).num_nodes)
             _warn_of_common(edge_type, other, counts, num_expected)
     return found
 
@@ -82,11 +83,11 @@ def _is_named_reverse(relation: str, other: str) -> bool:
     )
 
 
-def _sorted_keys(graph: HeteroGraph, edge_type: EdgeType, *, is_reverse: bool) -> Tensor:
+def _sorted_keys(graph: Graph, edge_type: EdgeType, *, is_reverse: bool) -> Tensor:
     """Return one number for each edge, which determines its ends, in ascending order."""
     edges = graph.edges(edge_type).edge_index()
     first, second = edges.flip(0) if is_reverse else edges
-    count = graph.num_nodes(edge_type[0 if is_reverse else 2])
+    count = graph.nodes(edge_type[0 if is_reverse else 2]).num_nodes
     return (first * count + second).sort().values
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from gcnzc.compress import compression
 from gcnzc.exchange import Group
 from gcnzc.graph.dataset import Dataset
-from gcnzc.graph.hetero.graph import HeteroGraph
+from gcnzc.graph.graph import Graph
 from gcnzc.optim import (
     DistributedOptimizer,
     DropCompute,
@@ -42,7 +42,7 @@ def choose_fanouts(given: Sequence[int] | None, num_layers: int) -> Sequence[int
 
 
 def build_hetero_sampler(
-    config: TrainConfig, graph: HeteroGraph, fanouts: Sequence[int]
+    config: TrainConfig, graph: Graph, fanouts: Sequence[int]
 ) -> HeteroSampler:
     """Build the neighbour sampler of a run.
 

@@ -198,7 +198,9 @@ def _typed_minibatches(encoder: HeteroModel, trained: Trained) -> Iterator[tuple
     sampler = build_hetero_sampler(config, graph, config.loading.fanouts)
     tables = trained.data.table.tables
     for count in (1, CHECKED_NODES):
-        seeds = {name: torch.arange(min(count, graph.num_nodes(name))) for name in encoder.targets}
+        seeds = {
+            name: torch.arange(min(count, graph.nodes(name).num_nodes)) for name in encoder.targets
+        }
         times = None
         if config.graph.is_temporal:
             times = torch.full((sum(map(len, seeds.values())),), time_after_all(graph))

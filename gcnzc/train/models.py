@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gcnzc.graph.dataset import Dataset
-from gcnzc.graph.hetero.graph import EdgeType
+from gcnzc.graph.stores import EdgeType
 from gcnzc.models.hetero import HeteroModel
 from gcnzc.models.link import Dot, HadamardMLP, LinkModel
 from gcnzc.sampling.hetero import HeteroBlock

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gcnzc.datasets.source import SPLITS
-from gcnzc.graph.hetero.graph import HeteroGraph
-from gcnzc.graph.hetero.times import as_times, describe_wrong_time, parse_times
+from gcnzc.graph.graph import Graph
+from gcnzc.graph.times import as_times, describe_wrong_time, parse_times
 from gcnzc.models.hetero import HeteroModel
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
 from gcnzc.train.build import build_hetero_sampler, choose_fanouts
@@ -406,17 +406,17 @@ def _times(trained: Trained, node_type: str, time: Any) -> Tensor | None:
     else:
         time = _convert_time(graph, time)
     # neighbours of pairs are earlier than the pair, as in training
-    return torch.full((graph.num_nodes(node_type),), time - 1 if is_link else time)
+    return torch.full((graph.nodes(node_type).num_nodes,), time - 1 if is_link else time)
 
 
-def time_after_all(graph: HeteroGraph) -> int:
+def time_after_all(graph: Graph) -> int:
     """Return a time that is later than all nodes and edges of a graph; 0 without times."""
     times = [graph.nodes(name).time for name in graph.node_types]
     times += [graph.edges(each).time for each in graph.edge_types]
     return 1 + max((int(own.max()) for own in times if own is not None and len(own)), default=-1)
 
 
-def _convert_time(graph: HeteroGraph, time: Any) -> int:
+def _convert_time(graph: Graph, time: Any) -> int:
     """Return a time as an integer in the unit of the graph's times.
 
     Args:

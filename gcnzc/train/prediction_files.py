@@ -14,7 +14,7 @@ from gcnzc.datasets.parquet_tables import ParquetTable
 from gcnzc.datasets.rows import Array
 from gcnzc.datasets.table_graph import choose_ends, open_table
 from gcnzc.datasets.text_tables import TextTable
-from gcnzc.graph.hetero.times import as_times, describe_wrong_time, parse_times, to_dates
+from gcnzc.graph.times import as_times, describe_wrong_time, parse_times, to_dates
 from gcnzc.system import files
 
 # rows are converted to text in chunks: the text of all takes several times their memory

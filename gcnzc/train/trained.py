@@ -81,7 +81,7 @@ class Trained:
 
     @cached_property
     def graph(self) -> Any:
-        """The graph for message passing, a `Graph` or `HeteroGraph`.
+        """The graph for message passing, a `Graph` or `Graph`.
 
         In link prediction on the heterogeneous graph of the run, it is without the held-out edges,
         unless the run is temporal by the times of the edges.
@@ -93,7 +93,7 @@ class Trained:
     def num_nodes(self, node_type: str = "") -> int:
         """Return N, the number of nodes of a type."""
         graph = self.data.graph
-        return int(graph.num_nodes(node_type) if self.is_hetero else graph.num_nodes)
+        return int(graph.nodes(node_type).num_nodes if self.is_hetero else graph.num_nodes)
 
     def known_nodes(self, node_type: str) -> KnownNodes:
         """Return the ids of the nodes of a type."""

@@ -5,7 +5,7 @@ from training import Listener
 
 import gcnzc
 from gcnzc.datasets.source import describe_missing
-from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.graph import Graph
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.run import train
 
@@ -34,6 +34,6 @@ def test_a_run_reports_missing_labels_and_distant_classes_of_a_folder(tmp_path, 
     assert any(said.startswith("warning: the labels have 3 different") for said in listener.said)
     # a number of classes of the source is not doubted
     nodes = {"features": X, "labels": LABELS, "classes": map(str, range(256))}
-    named = HeteroGraph.from_arrays({"a": nodes}, {})
+    named = Graph.from_arrays({"a": nodes}, {})
     assert named.nodes("a").classes[255] == "255"
     assert "node type 'a'" not in caplog.text

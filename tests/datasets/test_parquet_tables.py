@@ -52,7 +52,7 @@ def check(data, nodes=NODES, edges=EDGES):
     for part, word in (("train", "train"), ("valid", "val"), ("test", "test")):
         members = np.flatnonzero((nodes["split"] == word).to_numpy()[row])
         assert data.split[part].tolist() == members.tolist()
-    sources, targets = (names[end.numpy()].tolist() for end in data.graph.edges())
+    sources, targets = (names[end.numpy()].tolist() for end in data.graph.coo())
     pairs = zip(edges["src"].astype(str), edges["dst"].astype(str), strict=True)
     assert sorted(zip(sources, targets, strict=True)) == sorted(pairs)
 
@@ -259,7 +259,7 @@ def test_a_filtered_table_has_no_index_among_its_features(tmp_path):
     (tmp_path / "again").mkdir()
     data = prepare(tmp_path / "again", nodes.drop(columns="id"), edges)
     assert data.node_ids.tolist() == ["0", "2", "4", "5"]
-    ends = zip(*(data.node_ids[end.numpy()] for end in data.graph.edges()), strict=True)
+    ends = zip(*(data.node_ids[end.numpy()] for end in data.graph.coo()), strict=True)
     assert sorted(ends) == [("0", "2"), ("5", "4")]
 
 

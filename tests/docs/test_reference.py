@@ -21,7 +21,6 @@ PACKAGES = (
         ".exchange",
         ".features",
         ".graph",
-        ".graph.hetero",
         ".interop.dgl",
         ".interop.pyg",
     ),

@@ -32,7 +32,7 @@ def graph(request):
 @pytest.mark.parametrize("shares", [EdgeShares(), EdgeShares(0.2, 0.3, seed=4)])
 def test_splits_are_disjoint_and_complete(graph, shares):
     left, links = split_edges(graph, shares)
-    whole = {pair for pair in pairs(graph.edges()) if pair[0] != pair[1]}
+    whole = {pair for pair in pairs(graph.coo()) if pair[0] != pair[1]}
     ways = [either_way(links.edges[part]) for part in PARTS]
     assert sum(len(part) for part in ways) == len(set.union(*ways))
     assert set.union(*ways) == {frozenset(pair) for pair in whole}
@@ -45,9 +45,9 @@ def test_splits_are_disjoint_and_complete(graph, shares):
     both_ways = all((target, source) in whole for source, target in whole)
     assert len(listed) == (total if both_ways else len(whole))
     # the graph that is left has the training edges, all copies of them, and the loops
-    there = pairs(left.edges())
+    there = pairs(left.coo())
     assert {frozenset(pair) for pair in there if pair[0] != pair[1]} == ways[0]
-    sources, targets = (np.asarray(part) for part in graph.edges())
+    sources, targets = (np.asarray(part) for part in graph.coo())
     stays = [
         s == t or frozenset((s, t)) in ways[0]
         for s, t in zip(sources.tolist(), targets.tolist(), strict=True)
@@ -70,7 +70,7 @@ def test_negatives_are_distinct_and_never_edges(num_nodes, num_edges, both_ways)
     for seed in range(20):
         _, links = split_edges(graph, EdgeShares(0.1, 0.2, seed))
         drawn = np.concatenate([links.negatives["valid"], links.negatives["test"]], axis=1)
-        assert not pairs(drawn) & pairs(graph.edges())
+        assert not pairs(drawn) & pairs(graph.coo())
         assert (drawn[0] != drawn[1]).all()
         different = either_way(drawn) if both_ways else pairs(drawn)
         assert len(different) == drawn.shape[1]

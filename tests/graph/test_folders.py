@@ -23,7 +23,7 @@ def write_meta(folder, meta):
 
 
 def edges(dataset):
-    sources, destinations = dataset.graph.edges()
+    sources, destinations = dataset.graph.coo()
     return sorted(zip(sources.tolist(), destinations.tolist(), strict=True))
 
 

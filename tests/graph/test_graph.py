@@ -69,7 +69,7 @@ def test_sizes_types_and_views():
     assert (graph.num_nodes, graph.num_edges) == (NUM_NODES, 4000)
     assert (graph.indptr.dtype, graph.indices.dtype) == (torch.int64, torch.int32)
     np.testing.assert_array_equal(graph.in_degrees(), np.bincount(DST, minlength=NUM_NODES))
-    src, dst = graph.edges()
+    src, dst = graph.coo()
     assert src is graph.indices
     assert (dst.diff() >= 0).all()
     assert repr(graph) == "Graph(num_nodes=300, num_edges=4000)"
@@ -151,14 +151,6 @@ def test_from_dgl_converts_a_graph(idtype):
     assert columns(found) == columns(Graph.from_dgl(both, duplicates="remove"))
 
 
-def test_from_dgl_rejects_graphs_of_several_types():
-    dgl = import_dgl()
-    theirs = dgl.heterograph({("a", "to", "b"): ([0], [0]), ("b", "back", "a"): ([0], [0])})
-    with pytest.raises(ValueError, match=r"node types \['a', 'b'\].*\n\nhint: ") as error:
-        Graph.from_dgl(theirs)
-    assert "to_homogeneous" not in str(error.value)
-
-
 class SparseTensor:
     """What torch_sparse's class of this name promises of rows that are destinations."""
 
@@ -187,15 +179,5 @@ def test_from_pyg_converts_data():
         data = SimpleNamespace(edge_index=None, adj_t=adjacency, num_nodes=NUM_NODES)
         assert columns(Graph.from_pyg(data, self_loops="add")) == columns(expected)
     adjacency = torch.eye(5)[:2].to_sparse_csr()
-    with pytest.raises(ValueError, match="adj_t has 2 targets and 5 sources\n\nhint: "):
+    with pytest.raises(ValueError, match="adj_t has 2 targets and 5 sources"):
         Graph.from_pyg(SimpleNamespace(edge_index=None, adj_t=adjacency, num_nodes=5))
-
-
-def test_from_pyg_rejects_data_of_several_types():
-    pyg = pytest.importorskip("gcnzc.interop.pyg.importing").import_pyg()
-    data = pyg.data.HeteroData()
-    data["a"].x, data["b"].x = torch.zeros(2, 1), torch.zeros(3, 1)
-    data["a", "to", "b"].edge_index = torch.tensor([[0, 1], [1, 2]])
-    with pytest.raises(ValueError, match=r"node types \['a', 'b'\](.|\n)*hint: ") as error:
-        Graph.from_pyg(data)
-    assert "to_homogeneous" not in str(error.value)

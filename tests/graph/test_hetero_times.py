@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 import torch
 
-from gcnzc.graph.hetero import HeteroGraph
-from gcnzc.graph.hetero.tables import Table
-from gcnzc.graph.hetero.times import describe_wrong_time, parse_times
+import gcnzc
+from gcnzc.graph import Graph, Table, from_tables
+from gcnzc.graph.times import describe_wrong_time, parse_times
 from gcnzc.sampling import HeteroSampler
 
 KNOWS = ("user", "knows", "user")
@@ -20,7 +20,7 @@ DATES = ["2020-01-01", "2020-01-02", "2020-01-03"]
 def graph_of(times, **options):
     """A graph in which user 0 is known by users 1, 2 and 3, at three times."""
     edges = {"edge_index": np.array([[1, 2, 3], [0, 0, 0]]), "time": times}
-    return HeteroGraph.from_arrays({"user": 4}, {KNOWS: edges}, **options)
+    return Graph.from_arrays({"user": 4}, {KNOWS: edges}, **options)
 
 
 def seen(graph, time):
@@ -33,9 +33,9 @@ def seen(graph, time):
 def test_dates_of_seeds_have_the_unit_of_the_graph(unit, tmp_path):
     graph = graph_of(np.array(DATES, "M8[D]"), time_unit=unit)
     assert graph.time_unit == (unit or "s")
-    graph.save(tmp_path / "g")
+    gcnzc.prepare(graph, tmp_path / "g")
     split = graph.sort_by_time("edge")
-    for own in (graph, HeteroGraph.load(tmp_path / "g"), split):
+    for own in (graph, gcnzc.load(tmp_path / "g").graph, split):
         assert own.time_unit == graph.time_unit
         for kind in ("s", "ns"):
             assert seen(own, np.array(["2020-01-02"], f"M8[{kind}]")) == [1, 2]
@@ -77,7 +77,7 @@ def test_time_zones_are_converted_to_utc(zone):
     ):
         assert torch.equal(graph_of(given).edges(KNOWS).time, expected)
     frame = pd.DataFrame({"date": dates.dt.tz_convert(zone)})
-    graph = HeteroGraph.from_tables({"visit": Table(frame, time="date")})
+    graph = from_tables({"visit": Table(frame, time="date")})
     assert torch.equal(graph.nodes("visit").time, expected)
     assert graph.time_unit == "s"
     one = pd.Series(pd.to_datetime(["2020-01-02"])).dt.tz_localize("UTC").dt.tz_convert(zone)
@@ -91,8 +91,8 @@ def test_wrong_units_and_missing_dates_are_rejected_with_a_message_that_names_th
         graph_of([pd.Timestamp("2020-01-01"), None, pd.Timestamp("2020-01-01")])
     with pytest.raises(ValueError, match="has type object\n\nhint: times are integers or dates"):
         graph_of([pd.Timestamp("2020-01-01"), "later", None])
-    graph_of([1, 2, 3], time_unit="ms").save(tmp_path / "g")
-    assert HeteroGraph.load(tmp_path / "g").time_unit == "ms"
+    gcnzc.prepare(graph_of([1, 2, 3], time_unit="ms"), tmp_path / "g")
+    assert gcnzc.load(tmp_path / "g").graph.time_unit == "ms"
 
 
 @pytest.mark.parametrize("unit", list(FACTORS))

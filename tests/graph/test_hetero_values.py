@@ -5,7 +5,8 @@ import pytest
 import scipy.sparse
 import torch
 
-from gcnzc.graph.hetero import HeteroGraph
+import gcnzc
+from gcnzc.graph import Graph
 from gcnzc.loader import HeteroLoader
 from gcnzc.sampling import HeteroSampler
 
@@ -14,7 +15,7 @@ LOOP = ("user", "knows", "user")
 
 def graph_of(nodes, edges=None):
     edges = {LOOP: [[0, 1], [1, 0]]} if edges is None else edges
-    return HeteroGraph.from_arrays({"user": nodes}, edges)
+    return Graph.from_arrays({"user": nodes}, edges)
 
 
 def test_classes_and_numbers_are_kept():
@@ -75,8 +76,8 @@ def test_features_may_be_sparse_matrices(kind, tmp_path):
     is_torch = kind == "torch"
     matrix = SPARSE.to_sparse() if is_torch else getattr(scipy.sparse, kind)(SPARSE.numpy())
     graph = graph_of({"features": matrix})
-    graph.save(tmp_path / "g")
-    for own in (graph, HeteroGraph.load(tmp_path / "g")):
+    gcnzc.prepare(graph, tmp_path / "g")
+    for own in (graph, gcnzc.load(tmp_path / "g").graph):
         assert torch.equal(own.nodes("user").features.to_dense(), SPARSE)
         loader = HeteroLoader(HeteroSampler(own, [-1]), ("user", [1]), 1)
         batch = next(iter(loader))

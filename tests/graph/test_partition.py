@@ -78,7 +78,7 @@ def test_the_cut_is_at_most_that_of_random_parts(kind, num_parts):
 
 def test_duplicates_and_directions_of_edges_do_not_matter():
     graph, _ = planted(4, 200, 10, 0.8)
-    twice = Graph.from_edges(*(torch.cat([e, e]) for e in graph.edges()), graph.num_nodes)
+    twice = Graph.from_edges(*(torch.cat([e, e]) for e in graph.coo()), graph.num_nodes)
     assert torch.equal(partition_graph(twice, 4), partition_graph(graph, 4))
 
 

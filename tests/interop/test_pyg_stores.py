@@ -9,7 +9,7 @@ import torch
 from pyg_recorded import assert_equal, assert_same
 from torch_geometric import data as pyg_data
 
-from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.graph import Graph
 from gcnzc.interop import pyg as ours
 
 USERS, ITEMS, LATEST = 40, 30, 20
@@ -204,7 +204,7 @@ GRAPH_OPTIONS = {"time_attr": "at", "weight_attr": "weight"}
 
 
 def test_the_stores_of_a_graph_have_its_values(data):
-    graph = HeteroGraph.from_pyg(data, **GRAPH_OPTIONS)
+    graph = Graph.from_pyg(data, **GRAPH_OPTIONS)
     features, edges = ours.as_stores(graph)
     assert (type(features), type(edges)) == (ours.HeteroFeatureStore, ours.HeteroGraphStore)
     assert torch.equal(features["user", "x", None], data["user"].x)
@@ -237,12 +237,12 @@ def test_the_stores_of_a_graph_have_its_values(data):
     with pytest.raises(KeyError):
         edges.get_edge_index(BUYS, "coo")
     for Store in (ours.HeteroFeatureStore, ours.HeteroGraphStore):
-        with pytest.raises(TypeError, match="HeteroGraph"):
+        with pytest.raises(TypeError, match="Graph"):
             Store(data)
 
 
 def test_loaders_accept_the_stores_of_a_graph(data):
-    graph = HeteroGraph.from_pyg(data, **GRAPH_OPTIONS)
+    graph = Graph.from_pyg(data, **GRAPH_OPTIONS)
     loader = ours.NeighborLoader(ours.as_stores(graph), [3, 2], "user", batch_size=9)
     for batch in loader:
         for name in ("user", "item"):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.graph import Graph
 from gcnzc.loader import HeteroLoader
 from gcnzc.sampling import HeteroLinkSampler, HeteroSampler, build_hetero_blocks
 from gcnzc.sampling.hetero_link import edge_times
@@ -20,7 +20,7 @@ def graph():
     random = np.random.default_rng(4)
     pairs = np.stack([random.integers(0, USERS, 600), random.integers(0, ITEMS, 600)])
     times = random.integers(0, 50, 600)
-    return HeteroGraph.from_arrays(
+    return Graph.from_arrays(
         {
             "user": {"features": random.random((USERS, 5), np.float32)},
             "item": {"num_nodes": ITEMS},

@@ -39,7 +39,7 @@ def of_nodes(graph, **options):
 
 
 def of_links(graph, **options):
-    edges = torch.stack(graph.edges())[:, :200].long()
+    edges = torch.stack(graph.coo())[:, :200].long()
     own = {"seeds": torch.arange(200), "sampler": LinkSampler(graph, edges, [3]), "labels": None}
     return of_nodes(graph, **own, shuffle=False, drop_last=True, in_degrees=True, **options)
 

@@ -41,7 +41,7 @@ def test_an_exported_model_equals_the_model_for_any_sizes(name, tmp_path):
     loaded = torch.export.load(tmp_path / "model.pt2").module()
     assert "gcnzc" not in str(program.graph_module.code)
     # with self loops, which attention ignores
-    src, dst = random_graph(200, 2000).edges()
+    src, dst = random_graph(200, 2000).coo()
     loops = torch.arange(0, 150, 3)
     graph = Graph.from_edges(torch.cat([src, loops]), torch.cat([dst, loops]), 200)
     alone = int((graph.in_degrees() == 0).nonzero()[0])

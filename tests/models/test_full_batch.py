@@ -82,7 +82,7 @@ def test_outputs_and_gradients_equal_those_of_pyg_on_the_whole_graph(kind):
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     convolutions = pyg_model(kind, model)
-    x, edges = torch.randn(60, 6).double(), torch.stack(graph.edges()).long()
+    x, edges = torch.randn(60, 6).double(), torch.stack(graph.coo()).long()
     h = x
     for index, (conv, _) in enumerate(convolutions):
         h = conv(h, edges)

@@ -25,7 +25,7 @@ def test_gcn_scales_sampled_sums_to_all_neighbours():
 def test_self_loops_of_sage_are_those_of_the_graph():
     """The layer includes each node in the mean, as PyG's does on a graph with self loops."""
     plain = random_graph()
-    looped = Graph.from_edges(*plain.edges(), plain.num_nodes, self_loops="add")
+    looped = Graph.from_edges(*plain.coo(), plain.num_nodes, self_loops="add")
     model = made("sage", 6, 4, 3, self_loops=True)
     other = made("sage", 6, 4, 3)
     other.load_state_dict(model.state_dict())

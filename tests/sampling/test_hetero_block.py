@@ -95,7 +95,7 @@ def test_full_blocks_have_the_graph():
     assert edges_of(blocks[0]) == expected
     first = graph.node_types[0]
     assert edges_of(blocks[2]) == Counter({e: n for e, n in expected.items() if e[0][2] == first})
-    assert sum(blocks[2].num_dst) == graph.num_nodes(first)
+    assert sum(blocks[2].num_dst) == graph.nodes(first).num_nodes
     assert len({id(block) for block in build_full_hetero_blocks(graph, 3)}) == 1
 
 

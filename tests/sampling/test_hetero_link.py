@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.graph import Graph
 from gcnzc.kernels.sample.negatives import TRIES, sample_negative_reference
 from gcnzc.sampling import HeteroLinkSampler, HeteroSampler
 
@@ -28,7 +28,7 @@ def shop(seed=0, *, dense=False, **changes):
     }
     edges = {BUYS: {"edge_index": np.stack([users, items]), "time": times}}
     edges[BOUGHT] = {"edge_index": np.stack([items, users]), "time": times}
-    return HeteroGraph.from_arrays(nodes, edges)
+    return Graph.from_arrays(nodes, edges)
 
 
 def links(graph, *, time="both", seed=7, **options):
@@ -69,7 +69,7 @@ def test_negatives_are_not_later_than_their_edge(strict):
 def test_an_edge_without_a_negative_is_found_in_advance():
     nodes = {"user": {"num_nodes": 3}, "item": {"num_nodes": 2}}
     pairs = np.array([[0, 1, 1, 1, 2], [0, 0, 1, 1, 1]])
-    graph = HeteroGraph.from_arrays(nodes, {BUYS: {"edge_index": pairs}})
+    graph = Graph.from_arrays(nodes, {BUYS: {"edge_index": pairs}})
 
     def sampler(edges, **options):
         return HeteroLinkSampler(HeteroSampler(graph, [2]), BUYS, edges, **options)
@@ -80,11 +80,11 @@ def test_an_edge_without_a_negative_is_found_in_advance():
     sampler(pairs, strict=False).check_negatives()
     # a doubled edge is one destination
     nodes["item"]["num_nodes"] = 3
-    graph = HeteroGraph.from_arrays(nodes, {BUYS: {"edge_index": pairs}})
+    graph = Graph.from_arrays(nodes, {BUYS: {"edge_index": pairs}})
     sampler(pairs).check_negatives()
     # a user is no negative of its own
     knows = {KNOWS: {"edge_index": np.array([[0], [1]])}}
-    graph = HeteroGraph.from_arrays({"user": {"num_nodes": 2}}, knows)
+    graph = Graph.from_arrays({"user": {"num_nodes": 2}}, knows)
     with pytest.raises(ValueError, match="edges between node 0 and all others"):
         HeteroLinkSampler(HeteroSampler(graph, [2]), KNOWS).check_negatives()
     # without times, the ends of pairs are the same nodes
@@ -148,7 +148,7 @@ def test_negatives_are_uniform_among_eligible_nodes():
 
 def test_the_only_valid_negative_is_found():
     # user 0 has edges to items 0 and 1, item 3 is later: only item 2 remains
-    graph = HeteroGraph.from_arrays(
+    graph = Graph.from_arrays(
         {"user": 1, "item": {"num_nodes": 4, "time": [0, 1, 2, 9]}},
         {BUYS: {"edge_index": [[0, 0], [0, 1]], "time": [5, 5]}},
     )
@@ -170,7 +170,7 @@ def test_negatives_of_one_node_type_are_neither_later_nor_self_loops():
     time = np.array([0, 0, 1, 1, 2, 3, 4, 5])
     pairs = np.stack([np.arange(8), (np.arange(8) + 1) % 8])
     edges = {KNOWS: {"edge_index": pairs, "time": time[pairs].max(0) + random.integers(0, 2, 8)}}
-    graph = HeteroGraph.from_arrays({"user": {"time": time}}, edges)
+    graph = Graph.from_arrays({"user": {"time": time}}, edges)
     sampler = HeteroSampler(graph, [2], temporal="last")
     sampler = HeteroLinkSampler(sampler, KNOWS, num_negatives=20, strict=False)
     strict = HeteroLinkSampler(
@@ -193,7 +193,7 @@ def test_edges_without_times_that_count_are_visible_beside_others(time, hidden):
     edges = {("item", "a", "user"): {"edge_index": found}}
     edges["item", "b", "user"] = {"edge_index": found, "time": [5, 6]}
     edges["shop", "n", "user"] = {"edge_index": found}
-    graph = HeteroGraph.from_arrays(nodes, edges).sort_by_time(time)
+    graph = Graph.from_arrays(nodes, edges).sort_by_time(time)
     for strategy in ("uniform", "last"):
         sampler = HeteroSampler(graph, [-1], temporal=strategy, time=time)
         batch = sampler.sample(("user", [0]), 0, [4])
@@ -207,7 +207,7 @@ def test_reverses_without_times_are_an_error_unless_they_are_none():
     stores = {each: graph.edges(each).edge_index() for each in graph.edge_types}
     edges = {BUYS: {"edge_index": stores[BUYS], "time": links(graph).times}, BOUGHT: stores[BOUGHT]}
     nodes = {"user": USERS, "item": {"time": graph.nodes("item").time}}
-    sampler = HeteroSampler(HeteroGraph.from_arrays(nodes, edges), [2], temporal="uniform")
+    sampler = HeteroSampler(Graph.from_arrays(nodes, edges), [2], temporal="uniform")
     for given in (None, [BOUGHT]):
         with pytest.raises(ValueError, match=r"'bought'.* are the reverses .* but have no times"):
             HeteroLinkSampler(sampler, BUYS, reverse_types=given)

@@ -22,7 +22,7 @@ def graph():
 
 @pytest.fixture(scope="module")
 def edges(graph):
-    sources, targets = graph.edges()
+    sources, targets = graph.coo()
     return torch.stack([sources, targets])[:, sources < targets].long()
 
 
@@ -43,7 +43,7 @@ def met(batch):
 
 def all_of(graph):
     """The set of (source, destination) of a graph."""
-    return set(zip(*(part.tolist() for part in graph.edges()), strict=True))
+    return set(zip(*(part.tolist() for part in graph.coo()), strict=True))
 
 
 @pytest.mark.parametrize("kind", ["uniform", "both", "in-batch"])
@@ -94,7 +94,7 @@ def test_negatives_are_no_known_edges(graph, edges):
 def test_excluded_edges_are_in_no_block(fanouts, stored, graph, edges):
     if stored == "as listed":
         order = torch.randperm(graph.num_edges, generator=torch.Generator().manual_seed(1))
-        sources, targets = (part[order] for part in graph.edges())
+        sources, targets = (part[order] for part in graph.coo())
         graph = Graph.from_edges(sources, targets, 300)
     items = torch.arange(0, edges.shape[1], 11)
     target = set(map(tuple, edges[:, items].T.tolist()))

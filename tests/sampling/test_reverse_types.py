@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.graph import Graph
 from gcnzc.sampling import HeteroLinkSampler, HeteroSampler
 from gcnzc.sampling.reverse_types import find_reverse_types
 from gcnzc.train.hetero.edge_split import split_edges
@@ -23,7 +23,7 @@ def pairs_of(seed=0, count=EDGES):
 
 def graph_of(reverse, relation="rev_buys", pairs=None):
     edges = {BUYS: pairs_of() if pairs is None else pairs, ("item", relation, "user"): reverse}
-    return HeteroGraph.from_arrays({"user": USERS, "item": ITEMS}, edges)
+    return Graph.from_arrays({"user": USERS, "item": ITEMS}, edges)
 
 
 def found(graph, edge_type=BUYS):

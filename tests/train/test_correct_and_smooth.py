@@ -1,7 +1,5 @@
 """Correct & Smooth computes what PyG's does, and reads only the labels of training nodes."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -133,7 +131,7 @@ def test_the_validation_split_alone_chooses(run, tmp_path, monkeypatch):
     found = correct_and_smooth(outputs, data, task, lambda *_: None, **options)
     labels = data.labels.clone()
     labels[data.split["test"]] = (labels[data.split["test"]] + 1) % 4
-    other = replace(data, labels=labels)
+    other = data.with_nodes(labels=labels)
     again = correct_and_smooth(outputs, other, task, lambda *_: None, **options)
     assert torch.equal(found.probabilities, again.probabilities)
     assert found.choice["after"]["test"] != again.choice["after"]["test"]

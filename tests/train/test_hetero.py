@@ -10,7 +10,8 @@ import pytest
 import torch
 from typed_papers import SIZES, build
 
-from gcnzc.graph.hetero import HeteroGraph
+import gcnzc
+from gcnzc.graph import Graph
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.prediction import predict
@@ -21,7 +22,7 @@ from gcnzc.train.run import train
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("hetero") / "graph"
-    build().save(path)
+    gcnzc.prepare(build(), path)
     return path
 
 
@@ -90,9 +91,7 @@ def test_a_graph_with_other_classes_is_rejected(config, tmp_path):
     graph = build()
     nodes = {name: graph.nodes(name) for name in graph.node_types}
     nodes["paper"] = replace(nodes["paper"], labels=nodes["paper"].labels + 2)
-    HeteroGraph(nodes, {each: graph.edges(each) for each in graph.edge_types}).save(
-        tmp_path / "five"
-    )
+    gcnzc.prepare(graph.with_nodes(nodes), tmp_path / "five")
     with pytest.raises(
         ValueError, match=r"five has 5 classes or columns of labels, .* with 3"
     ) as error:
@@ -104,7 +103,7 @@ def test_a_graph_with_other_classes_is_rejected(config, tmp_path):
 
 def test_a_run_does_not_resume_on_another_graph(config, tmp_path):
     train(config.replace(epochs=1), tmp_path / "run")
-    build(seed=1).save(tmp_path / "other")
+    gcnzc.prepare(build(seed=1), tmp_path / "other")
     with pytest.raises(ValueError, match="is not the graph that the run"):
         train(config.replace(data=tmp_path / "other", resume=tmp_path / "run"), tmp_path / "run")
 
@@ -137,7 +136,7 @@ def test_graphs_that_do_not_fit_are_rejected(config, folder, tmp_path):
         "has no such node type\n\nhint: the node types are paper, author", task="node:target=venue"
     )
     rejected("have no labels\n\nhint: labels are of paper", task="node:target=author")
-    HeteroGraph.from_arrays({"a": 3}, loop).save(tmp_path / "plain")
+    gcnzc.prepare(Graph.from_arrays({"a": 3}, loop), tmp_path / "plain")
     rejected("no node type of (?s:.*) has labels", data=tmp_path / "plain")
     (tmp_path / "empty").mkdir()
     rejected("prepared graph of this kind", data=tmp_path / "empty")
@@ -145,10 +144,10 @@ def test_graphs_that_do_not_fit_are_rejected(config, folder, tmp_path):
     meta.write_text(meta.read_text()[:-20])
     rejected(r"meta\.json is not valid JSON", data=tmp_path / "plain")
     nodes = {"a": {"labels": np.zeros(3, int), "split": {"train": [0]}, "features": np.eye(3)}}
-    HeteroGraph.from_arrays(nodes, loop).save(tmp_path / "unsplit")
+    gcnzc.prepare(Graph.from_arrays(nodes, loop), tmp_path / "unsplit")
     rejected("in the valid split of (?s:.*) has a label", data=tmp_path / "unsplit")
     nodes["a"]["split"] = {"train": [0], "valid": [1], "test": [2]}
-    HeteroGraph.from_arrays(nodes, loop).save(tmp_path / "untimed")
+    gcnzc.prepare(Graph.from_arrays(nodes, loop), tmp_path / "untimed")
     rejected(
         "has no times(?s:.*)hint: give these nodes", data=tmp_path / "untimed", temporal="last"
     )

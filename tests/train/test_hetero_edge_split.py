@@ -5,7 +5,8 @@ import pytest
 import torch
 from typed_shop import BOUGHT, BUYS, build
 
-from gcnzc.graph.hetero import HeteroGraph
+import gcnzc
+from gcnzc.graph import Graph
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import load_hetero
 from gcnzc.train.hetero.edge_split import split_edges, split_edges_of_run
@@ -24,7 +25,7 @@ def symmetric(times=None, count=300):
     if times is not None:
         own = random.integers(0, times, count)
         store["time"] = np.concatenate([own, own])
-    return HeteroGraph.from_arrays({"user": USERS}, {KNOWS: store})
+    return Graph.from_arrays({"user": USERS}, {KNOWS: store})
 
 
 def pairs_of(edges, times=None):
@@ -76,13 +77,13 @@ def shop(*, has_times):
     nodes = {name: {"features": whole.nodes(name).features} for name in whole.node_types}
     own = {"edge_index": edges} | ({"time": whole.edges(BUYS).time} if has_times else {})
     reverse = edges.flip(0)[:, : int(0.7 * edges.shape[1])]
-    return HeteroGraph.from_arrays(nodes, {BUYS: own, BOUGHT: reverse})
+    return Graph.from_arrays(nodes, {BUYS: own, BOUGHT: reverse})
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("split") / "shop"
-    shop(has_times=False).save(path)
+    gcnzc.prepare(shop(has_times=False), path)
     return path
 
 

@@ -11,8 +11,9 @@ from processes import results
 from training import Interrupting, assert_same_run, train_as_worker
 from typed_papers import AUTHORS, SIZES, build, parameters
 
+import gcnzc
 from gcnzc.features.embedding import EmbeddingTable
-from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.graph import Graph
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.errors import Interrupted
 from gcnzc.train.evaluation import evaluate
@@ -33,7 +34,7 @@ def embedded(tmp_path_factory):
     path, graph = tmp_path_factory.mktemp("embedded") / "graph", build()
     author = replace(graph.nodes("author"), features=None)
     edges = {each: graph.edges(each) for each in graph.edge_types}
-    HeteroGraph({"paper": graph.nodes("paper"), "author": author}, edges).save(path)
+    gcnzc.prepare(Graph.from_stores({"paper": graph.nodes("paper"), "author": author}, edges), path)
     return path
 
 
@@ -109,13 +110,12 @@ def test_a_lost_file_of_embeddings_is_named(config, embedded, tmp_path):
     config = config.replace(epochs=1)
     train(config, tmp_path / "run")
     nodes = {"author": {"num_nodes": AUTHORS + 1}}
-    graph = HeteroGraph.load(embedded)
+    graph = gcnzc.load(embedded).graph
     paper = graph.nodes("paper")
     nodes["paper"] = {"features": paper.features, "labels": paper.labels, "split": paper.split}
     edges = {each: {"edge_index": graph.edges(each).edge_index()} for each in graph.edge_types}
-    HeteroGraph.from_arrays({name: nodes[name] for name in graph.node_types}, edges).save(
-        tmp_path / "more"
-    )
+    more = Graph.from_arrays({name: nodes[name] for name in graph.node_types}, edges)
+    gcnzc.prepare(more, tmp_path / "more")
     with pytest.raises(ValueError, match=r"201 nodes of type 'author', but the model has .* 200"):
         evaluate(EvaluateConfig(run=tmp_path / "run", data=tmp_path / "more"))
     (best,) = (tmp_path / "run").glob("best-*.npz")

@@ -9,6 +9,7 @@ from typed_papers import AUTHORS, PAPERS, SIZES, build
 from typed_shop import ITEMS, USERS, without_features
 from typed_shop import build as build_shop
 
+import gcnzc
 from gcnzc.cli import main
 from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.train import embed_nodes, predict, train
@@ -28,7 +29,7 @@ def exported(path):
 
 def whole_graph(graph, about, path):
     """The arguments of a program for all nodes and all edges, from plain arrays."""
-    sizes = {name: graph.num_nodes(name) for name in about["node_types"]}
+    sizes = {name: graph.nodes(name).num_nodes for name in about["node_types"]}
     embeddings = {}
     if about["embeddings"]:
         embeddings = np.load(path.with_name(about["embeddings"]["file"]))
@@ -57,7 +58,7 @@ def whole_graph(graph, about, path):
 
 def test_an_exported_run_predicts_what_gcnzc_predicts(tmp_path, capsys):
     graph = without_features(build(), "author")
-    graph.save(tmp_path / "graph")
+    gcnzc.prepare(graph, tmp_path / "graph")
     config = TrainConfig(data=tmp_path / "graph", model="rgcn", **SIZES, embeddings="adagrad:dim=8")
     train(config.replace(epochs=1), tmp_path / "run")
     path = tmp_path / "model.pt2"
@@ -80,7 +81,7 @@ def test_an_exported_run_predicts_what_gcnzc_predicts(tmp_path, capsys):
 
 def test_the_encoder_of_link_prediction_is_exported(tmp_path, capsys):
     graph = build_shop(has_times=False)
-    graph.save(tmp_path / "graph")
+    gcnzc.prepare(graph, tmp_path / "graph")
     config = TrainConfig(
         data=tmp_path / "graph", model="rgat:heads=2", task="link:edge_type=buys", **ONE_LAYER
     )

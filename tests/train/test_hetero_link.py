@@ -9,7 +9,8 @@ from processes import results
 from training import train_as_worker
 from typed_shop import BOUGHT, BUYS, EDGES, ITEMS, USERS, build
 
-from gcnzc.graph.hetero import HeteroGraph
+import gcnzc
+from gcnzc.graph import Graph
 from gcnzc.sampling import HeteroLinkSampler, HeteroSampler
 from gcnzc.sampling.hetero_link import edge_times
 from gcnzc.train.config import EvaluateConfig, TrainConfig
@@ -23,11 +24,13 @@ def without_reverse_times():
     """A graph whose nodes have early times, and whose reverse edges have none of their own."""
     whole = build()
     nodes = {
-        each: replace(whole.nodes(each), time=torch.zeros(whole.num_nodes(each), dtype=torch.int64))
+        each: replace(
+            whole.nodes(each), time=torch.zeros(whole.nodes(each).num_nodes, dtype=torch.int64)
+        )
         for each in whole.node_types
     }
     edges = {BUYS: whole.edges(BUYS), BOUGHT: replace(whole.edges(BOUGHT), time=None)}
-    return HeteroGraph(nodes, edges)
+    return Graph.from_stores(nodes, edges)
 
 
 def test_reverses_without_times_do_not_show_held_out_edges():
@@ -48,7 +51,7 @@ def test_reverses_without_times_do_not_show_held_out_edges():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("link") / "graph"
-    build().save(path)
+    gcnzc.prepare(build(), path)
     return path
 
 
@@ -97,7 +100,7 @@ def test_held_out_edges_and_their_reverses_are_not_in_the_graph(kind):
             assert not held_out & pairs_of(edges)
         assert pairs_of(forward) == pairs_of(split.edges["train"]) == pairs_of(backward)
     # the original graph is unchanged
-    assert graph.num_edges(BUYS) == EDGES
+    assert graph.edges(BUYS).num_edges == EDGES
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,7 @@ def test_a_model_ranks_held_out_edges_and_its_evaluation_agrees(options, config,
 @pytest.mark.parametrize("options", [{"task": link(split="random")}, {"temporal": "uniform"}])
 def test_nothing_is_learned_from_random_edges(options, config, tmp_path):
     """A model that sees the edges that it predicts would rank them first."""
-    build(is_planted=False).save(tmp_path / "graph")
+    gcnzc.prepare(build(is_planted=False), tmp_path / "graph")
     line = train(
         config.replace(data=tmp_path / "graph", epochs=3, evaluate_every=3, **options),
         tmp_path / "run",
@@ -144,7 +147,7 @@ def test_bad_options_are_rejected_by_name(config, tmp_path):
     rejected("none is in the valid split", task=link(valid_edges=0.0))
     rejected("with --temporal last: held-out", task=link(split="random"), temporal="last")
     rejected("there is no 'negatives'", task=link(negatives="both"))
-    build(has_times=False).save(tmp_path / "untimed")
+    gcnzc.prepare(build(has_times=False), tmp_path / "untimed")
     rejected("split=time: neither", task=link(split="time"), data=tmp_path / "untimed")
     rejected("--temporal last: neither", temporal="last", data=tmp_path / "untimed")
 
@@ -209,7 +212,7 @@ def test_a_temporal_ranking_reads_nothing_of_the_split(config, tmp_path):
             ends[0, time >= start] = 0
         edges[each] = {"edge_index": ends, "time": time}
     nodes = {name: {"features": graph.nodes(name).features} for name in graph.node_types}
-    HeteroGraph.from_arrays(nodes, edges).save(tmp_path / "other")
+    gcnzc.prepare(Graph.from_arrays(nodes, edges), tmp_path / "other")
     other = evaluate(EvaluateConfig(run=tmp_path / "run", data=tmp_path / "other"))
     assert other["valid_mrr"] == first["valid_mrr"]
     assert other["test_mrr"] != first["test_mrr"]

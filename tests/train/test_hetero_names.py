@@ -10,8 +10,7 @@ import pytest
 import gcnzc
 from gcnzc._files import checksum
 from gcnzc.datasets.store import checksum_of
-from gcnzc.graph.hetero import HeteroGraph
-from gcnzc.graph.hetero.tables import Table
+from gcnzc.graph import Table, from_tables
 from gcnzc.graph.load import verify
 from gcnzc.train import embed_nodes, evaluate, predict, train
 from gcnzc.train.config import EvaluateConfig, TrainConfig
@@ -46,13 +45,13 @@ def tables(**more):
 
 
 def build(labels="level"):
-    return HeteroGraph.from_tables(tables(), labels={"user": labels}, splits={"user": "part"})
+    return from_tables(tables(), labels={"user": labels}, splits={"user": "part"})
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("names") / "graph"
-    build().save(path)
+    gcnzc.prepare(build(), path)
     return path
 
 
@@ -69,12 +68,12 @@ def run(folder, tmp_path_factory):
 def test_graphs_and_folders_have_keys_and_names_of_classes(folder, tmp_path):
     built = build()
     # a copy of a folder has the names too, without a read of the whole
-    HeteroGraph.load(folder).save(tmp_path / "copy")
+    gcnzc.prepare(gcnzc.load(folder).graph, tmp_path / "copy")
     gcnzc.prepare(folder, tmp_path / "again")
     for graph in (
         built,
         built.sort_by_time("both"),
-        *map(HeteroGraph.load, (folder, tmp_path / "copy", tmp_path / "again")),
+        *(gcnzc.load(path).graph for path in (folder, tmp_path / "copy", tmp_path / "again")),
     ):
         user, item, order = (graph.nodes(name) for name in ("user", "item", "order"))
         assert user.keys.dtype.kind == "U"
@@ -100,10 +99,10 @@ def test_damaged_names_are_found(folder, tmp_path):
         verify(path)
     # also without `verify`: predictions would have wrong ids
     with pytest.raises(ValueError, match=r"nodes\.csv is damaged: its checksum is not"):
-        HeteroGraph.load(path).nodes("item").keys  # noqa: B018
+        gcnzc.load(path).graph.nodes("item").keys  # noqa: B018
     # a copy would have a valid checksum of the wrong ids
     with pytest.raises(ValueError, match=r"nodes\.csv is damaged"):
-        HeteroGraph.load(path).save(tmp_path / "copy")
+        gcnzc.prepare(gcnzc.load(path).graph, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
     lines = content.splitlines()
     # of another graph, with a checksum of its own
@@ -115,7 +114,7 @@ def test_damaged_names_are_found(folder, tmp_path):
         meta["crc32"] = checksum_of(meta)
         (path / "meta.json").write_text(json.dumps(meta))
         with pytest.raises(ValueError, match=message):
-            HeteroGraph.load(path).nodes("item").keys  # noqa: B018
+            gcnzc.load(path).graph.nodes("item").keys  # noqa: B018
 
 
 def test_predictions_have_keys_and_names(run, folder):
@@ -142,6 +141,6 @@ def test_a_graph_with_other_names_of_classes_is_rejected(run, tmp_path):
     frame = tables()["user"].frame
     frame = frame.assign(level=frame["level"].cat.rename_categories({"gold": "first"}))
     own = tables(user=Table(frame, "email", features=["x"]))
-    HeteroGraph.from_tables(own, labels={"user": "level"}).save(tmp_path / "other")
+    gcnzc.prepare(from_tables(own, labels={"user": "level"}), tmp_path / "other")
     with pytest.raises(ValueError, match=r"class 0 is 'first', but the model was .* 'gold'"):
         predict(run, tmp_path / "other")

@@ -10,8 +10,9 @@ from typed_papers import AUTHORS, CLASSES, PAPERS, SIZES, build
 from typed_shop import BOUGHT, BUYS, ITEMS, USERS, without_features
 from typed_shop import build as build_shop
 
+import gcnzc
 from gcnzc.cli import main
-from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.graph import Graph
 from gcnzc.sampling import build_full_hetero_blocks
 from gcnzc.sampling.hetero_link import edge_times
 from gcnzc.train import embed_nodes, evaluate, predict, predict_links, train
@@ -24,7 +25,7 @@ from gcnzc.train.trained import open_trained
 def config(tmp_path_factory):
     """Authors have embeddings."""
     path = tmp_path_factory.mktemp("papers") / "graph"
-    without_features(build(), "author").save(path)
+    gcnzc.prepare(without_features(build(), "author"), path)
     return TrainConfig(data=path, model="rgcn:norm=batch", **SIZES)
 
 
@@ -38,7 +39,7 @@ def run(config, tmp_path_factory):
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory):
     path = tmp_path_factory.mktemp("shop") / "graph"
-    without_features(build_shop(), "user").save(path)
+    gcnzc.prepare(without_features(build_shop(), "user"), path)
     return path
 
 
@@ -81,7 +82,7 @@ def test_a_graph_without_labels_and_with_other_papers(run, tmp_path):
     more = np.concatenate([features, features[:50]])
     edges = {each: {"edge_index": graph.edges(each).edge_index()} for each in graph.edge_types}
     nodes = {"paper": {"features": more}, "author": {"num_nodes": AUTHORS}}
-    HeteroGraph.from_arrays(nodes, edges).save(tmp_path / "more")
+    gcnzc.prepare(Graph.from_arrays(nodes, edges), tmp_path / "more")
     found = predict(run, tmp_path / "more")
     assert len(found.nodes) == PAPERS + 50
     np.testing.assert_allclose(found.probabilities[:PAPERS], predict(run).probabilities, atol=1e-6)
@@ -90,7 +91,7 @@ def test_a_graph_without_labels_and_with_other_papers(run, tmp_path):
 
     def rejected(message, **changes):
         path = tmp_path / next(iter(changes))
-        HeteroGraph.from_arrays(nodes | changes, edges).save(path)
+        gcnzc.prepare(Graph.from_arrays(nodes | changes, edges), path)
         with pytest.raises(ValueError, match=message):
             predict(run, path)
 
@@ -102,13 +103,13 @@ def test_a_graph_without_labels_and_with_other_papers(run, tmp_path):
         "has 201 nodes of type 'author', but the model has embeddings of 200",
         author={"num_nodes": AUTHORS + 1},
     )
-    HeteroGraph.from_arrays({"paper": {"features": more}}, {}).save(tmp_path / "one")
+    gcnzc.prepare(Graph.from_arrays({"paper": {"features": more}}, {}), tmp_path / "one")
     with pytest.raises(ValueError, match="has the types"):
         predict(run, tmp_path / "one")
 
 
 def test_embeddings_are_the_outputs_of_layers(run, config, tmp_path):
-    loaded, graph = open_trained(run), HeteroGraph.load(config.graph.data)
+    loaded, graph = open_trained(run), gcnzc.load(config.graph.data).graph
     model = loaded.model.eval()
     inner, _ = build_full_hetero_blocks(graph, 2, targets=["paper"])
     x = {name: table.gather(torch.arange(len(table))) for name, table in loaded.embeddings.items()}
@@ -156,7 +157,7 @@ def test_scores_of_pairs_are_those_of_embeddings_without_held_out_edges(link_run
     expected = (users[pairs[0]] * items[pairs[1]]).sum(1)
     np.testing.assert_allclose(found.scores, expected, rtol=1e-4, atol=1e-5)
     # the whole graph without held-out edges and their reverses
-    loaded, graph = open_trained(link_run), HeteroGraph.load(shop)
+    loaded, graph = open_trained(link_run), gcnzc.load(shop).graph
     kept = split_edges(graph, BUYS, "auto", 0.1, 0.1, 0, keep=False).graph
     for has_all, used in ((False, kept), (True, graph)):
         blocks = build_full_hetero_blocks(used, 2, targets=["user", "item"])
@@ -176,7 +177,7 @@ def test_scores_of_pairs_are_those_of_embeddings_without_held_out_edges(link_run
 
 
 def test_scores_at_a_time_are_those_of_the_graph_before_it(link_config, shop, tmp_path):
-    run, graph = tmp_path / "run", HeteroGraph.load(shop)
+    run, graph = tmp_path / "run", gcnzc.load(shop).graph
     train(link_config.replace(temporal="last"), run)
     pairs = np.random.default_rng(1).integers(0, [[USERS], [ITEMS]], (2, 40))
     times = np.where(np.arange(40) % 2, 200, 300)
@@ -189,7 +190,7 @@ def test_scores_at_a_time_are_those_of_the_graph_before_it(link_config, shop, tm
             ends = graph.edges(each).edge_index()[:, is_earlier]
             edges[each] = {"edge_index": ends, "time": own[is_earlier]}
         nodes = {"user": {"num_nodes": USERS}, "item": {"features": graph.nodes("item").features}}
-        HeteroGraph.from_arrays(nodes, edges).save(tmp_path / f"{time}")
+        gcnzc.prepare(Graph.from_arrays(nodes, edges), tmp_path / f"{time}")
         # after everything in this graph
         before = predict_links(run, tmp_path / f"{time}", pairs=pairs)
         own = times == time
@@ -213,7 +214,7 @@ def dated(link_config, tmp_path_factory):
         time = np.datetime64("2024-01-01", "s") + days.astype("timedelta64[D]")
         edges[each] = {"edge_index": graph.edges(each).edge_index(), "time": time}
     nodes = {"user": {"num_nodes": USERS}, "item": {"features": graph.nodes("item").features}}
-    HeteroGraph.from_arrays(nodes, edges).save(path / "graph")
+    gcnzc.prepare(Graph.from_arrays(nodes, edges), path / "graph")
     train(link_config.replace(data=path / "graph", temporal="uniform"), path / "run")
     return path / "run"
 

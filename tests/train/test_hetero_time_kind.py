@@ -7,7 +7,8 @@ import pytest
 import torch
 from typed_shop import BOUGHT, BUYS, EDGES, ITEMS, USERS, build
 
-from gcnzc.graph.hetero import HeteroGraph
+import gcnzc
+from gcnzc.graph import Graph
 from gcnzc.train import embed_nodes, evaluate, predict_links, train
 from gcnzc.train.checkpointing import check_resumed_options
 from gcnzc.train.config import EvaluateConfig, TrainConfig
@@ -32,7 +33,7 @@ def with_times(*, of_edges=True, of_users=None, of_items=None):
         edges[each] = {"edge_index": whole.edges(each).edge_index()}
         if of_edges:
             edges[each]["time"] = time
-    return HeteroGraph.from_arrays(nodes, edges, name="shop")
+    return Graph.from_arrays(nodes, edges, name="shop")
 
 
 def config_of(folder, **options):
@@ -43,7 +44,7 @@ def config_of(folder, **options):
 
 
 def saved(path, **times):
-    with_times(**times).save(path)
+    gcnzc.prepare(with_times(**times), path)
     return path
 
 

@@ -1,7 +1,5 @@
 """Labels as features: no prediction in the loss depends on the label of the same node."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -47,7 +45,7 @@ def losses(config, data, seed, permuted=None):
     if permuted is not None:
         labels = data.labels.clone()
         labels[permuted] = (labels[permuted] + 1) % data.num_classes
-        data = replace(data, labels=labels)
+        data = data.with_nodes(labels=labels)
     task = build_task(config, data)
     torch.manual_seed(0)
     model = build_model(config, data, schema_of(data)).train()

@@ -17,6 +17,7 @@ from training import (
     saved,
 )
 
+import gcnzc
 from gcnzc import prepare
 from gcnzc.graph.edge_split import EdgeShares
 from gcnzc.train.checkpoint import load_best
@@ -70,8 +71,8 @@ def graphs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("graphs")
     nodes = planted(tmp_path_factory, 400, 2400, 8, 3)
     prepare(nodes, folder / "links", edge_split=EdgeShares())
-    typed_papers.build().save(folder / "papers")
-    typed_shop.build().save(folder / "shop")
+    gcnzc.prepare(typed_papers.build(), folder / "papers")
+    gcnzc.prepare(typed_shop.build(), folder / "shop")
     return {"nodes": nodes} | {name: folder / name for name in ("links", "papers", "shop")}
 
 

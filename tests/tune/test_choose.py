@@ -357,10 +357,10 @@ def test_a_workload_is_made_from_a_dataset(tmp_path):
     assert (made.name, made.fanouts, made.batch_size, made.is_real) == ("raw", (2, 3), 7, True)
     assert torch.equal(made.seeds, loaded.split["train"])
     # a graph whose edges are what is learned has no training nodes
-    made = machine.case_of(replace(loaded, split={}), (2, 3), 7)
+    made = machine.case_of(loaded.with_nodes(split={}), (2, 3), 7)
     assert torch.equal(made.seeds, torch.arange(40))
     with pytest.raises(ValueError, match=r"(?s)raw has no features to gather.*hint: "):
-        machine.case_of(replace(loaded, features=None), (2,), 7)
+        machine.case_of(loaded.with_nodes(features=None), (2,), 7)
 
 
 def test_a_sparse_table_is_rejected_for_a_gpu(monkeypatch):

@@ -11,9 +11,7 @@ from gcnzc.datasets import generate
 from gcnzc.datasets.source import describe_missing
 from gcnzc.graph import load, prepare
 from gcnzc.graph.edge_split import EdgeShares
-from gcnzc.graph.graph import Graph
-from gcnzc.graph.hetero.graph import HeteroGraph
-from gcnzc.graph.hetero.prepare import is_hetero_source
+from gcnzc.graph.graph import EDGE, Graph
 from gcnzc.train.progress import Reporter
 
 
@@ -59,15 +57,15 @@ def prepare_command(config: PrepareConfig, reporter: Reporter) -> None:
             progress=progress,
         )
     reporter.say(f"wrote {config.dest}")
-    if is_hetero_source(config.dest):
-        graph = HeteroGraph.load(config.dest)
+    loaded = load.load(config.dest, allow_nan=True)
+    graph = loaded.graph
+    if graph.edge_types != [EDGE]:
         for each in graph.node_types:
             labels = graph.nodes(each).labels
             if labels is not None and (missing := describe_missing(labels.numpy())):
                 reporter.say(f"node type {each!r}: {missing}")
         print_json(load.info(config.dest))
         return
-    loaded = load.load(config.dest, allow_nan=True)
     has_split = any(len(ids) for ids in loaded.split.values())
     if has_split and (missing := describe_missing(loaded.labels.numpy())):
         dropped = sum((loaded.origin["split"].get("dropped_without_label") or {}).values())
@@ -75,7 +73,7 @@ def prepare_command(config: PrepareConfig, reporter: Reporter) -> None:
         reporter.say(f"{missing}{removed if dropped else ''}")
     if unused := _unused_columns(loaded.origin):
         reporter.say(f"columns that are not used: {unused}")
-    if config.bidirected == "auto" and _is_mostly_one_way(loaded.graph):
+    if config.bidirected == "auto" and _is_mostly_one_way(graph):
         reporter.say(
             "most edges have no reverse edge: the graph was stored as directed; --bidirected yes "
             "adds the reverse of every edge"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.graph.hetero.graph import EdgeType
+from gcnzc.graph.stores import EdgeType
 from gcnzc.interop.dgl.blocks import Kind
 from gcnzc.interop.dgl.importing import import_dgl
 from gcnzc.system.arguments import as_ids, check_choice, check_fanouts, describe

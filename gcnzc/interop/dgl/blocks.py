@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
-from gcnzc.graph.hetero.stores import EdgeStore, NodeStore
-from gcnzc.graph.hetero.values import as_weights
+from gcnzc.graph.graph import Graph
+from gcnzc.graph.stores import EdgeStore, EdgeType, NodeStore
+from gcnzc.graph.values import as_weights
 from gcnzc.interop.column import as_table, gather_on_host
 from gcnzc.interop.dgl.importing import block_class, import_dgl
 from gcnzc.interop.engine import CscGraph, cached_graph, invert_edge_ids
@@ -57,7 +57,7 @@ def to_csc(graph: Any) -> CscGraph:
             sources, edge_ids[each] = sort_columns(indptr, indices, ids, *dtypes)
             edges[each] = EdgeStore(indptr.to(torch.int64, copy=True), sources)
         nodes = {each: NodeStore(count) for each, count in counts.items()}
-        return CscGraph(HeteroGraph(nodes, edges, check=False), edge_ids, is_typed(graph))
+        return CscGraph(Graph.from_stores(nodes, edges, check=False), edge_ids, is_typed(graph))
 
     tensors = [part for own in arrays.values() for part in own]
     return cached_graph((tuple(counts.items()), tuple(arrays)), tensors, build)
@@ -120,7 +120,7 @@ def with_weights(graph: Any, csc: CscGraph, name: str) -> CscGraph:
             f"the sampler's prob or mask is {name!r}, which no edge type of the graph has"
         )
     nodes = {each: found.nodes(each) for each in found.node_types}
-    return replace(csc, graph=HeteroGraph(nodes, edges, check=False))
+    return replace(csc, graph=Graph.from_stores(nodes, edges, check=False))
 
 
 class BlockBuilder:

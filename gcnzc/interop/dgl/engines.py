@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.graph.hetero.graph import EdgeType
+from gcnzc.graph.stores import EdgeType
 from gcnzc.interop.dgl.arguments import fanouts_by_type, find_edge_type, reverse_edges
 from gcnzc.interop.dgl.blocks import BlockBuilder, Ends, convert_ids, with_weights
 from gcnzc.interop.dgl.dgl_sampler import sampling_thread

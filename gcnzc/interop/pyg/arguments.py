@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.hetero.graph import EdgeType
-from gcnzc.graph.hetero.times import as_times
+from gcnzc.graph.stores import EdgeType
+from gcnzc.graph.times import as_times
 from gcnzc.interop.engine import EDGE, NODE, CscGraph
 from gcnzc.interop.options import check_tables
 from gcnzc.interop.pyg.graph import Key, part_of
@@ -73,7 +73,7 @@ def check_input_nodes(
     elif not csc.is_typed:
         node_type, nodes = None, given
     node_type = _check_node_type("input_nodes", node_type, csc)
-    num_nodes = csc.graph.num_nodes(node_type)
+    num_nodes = csc.graph.nodes(node_type).num_nodes
     nodes = torch.arange(num_nodes) if nodes is None else nodes
     mask = torch.as_tensor(nodes).cpu() if _is_mask(nodes) else None
     if mask is None:
@@ -151,7 +151,7 @@ def check_input_edges(given: Any, data: Any, csc: CscGraph) -> tuple[EdgeType, T
         edges = edges.as_tensor()
     edges = check_edge_index("edge_label_index", edges).cpu().long()
     for ids, node_type in zip(edges, edge_type[::2], strict=True):
-        count = csc.graph.num_nodes(node_type)
+        count = csc.graph.nodes(node_type).num_nodes
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
             raise ValueError(
                 f"edge_label_index reaches from {int(ids.min())} to {int(ids.max())}, but the data "

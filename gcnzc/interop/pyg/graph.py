@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.hetero.graph import HeteroGraph
-from gcnzc.graph.hetero.times import TimeUnit
+from gcnzc.graph.graph import Graph
+from gcnzc.graph.times import TimeUnit
 from gcnzc.interop.column import Column
 from gcnzc.interop.engine import EDGE, NODE, CscGraph, cached_graph, without_edge_ids
 from gcnzc.interop.pyg.importing import import_pyg
@@ -80,7 +80,7 @@ def to_csc(
 
     Raises:
         ValueError: the data does not have an attribute, an edge type has no `edge_index`, or values
-            are wrong, see `gcnzc.graph.hetero.build.from_arrays`.
+            are wrong, see `gcnzc.Graph.from_arrays`.
     """
     has_types = is_typed(data)
     times = _values(data, "time_attr", time_attr)
@@ -105,7 +105,7 @@ def to_csc(
     def build() -> CscGraph:
         of_nodes, of_edges = (any(each in times for each in own) for own in (nodes, edges))
         time: Any = "both" if of_nodes and of_edges else "node" if of_nodes else "edge"
-        graph, ids = without_edge_ids(HeteroGraph.from_arrays(nodes, edges, time_unit=time_unit))
+        graph, ids = without_edge_ids(Graph.from_arrays(nodes, edges, time_unit=time_unit))
         return CscGraph(graph, ids, has_types, None if time_attr is None else time)
 
     given = [
@@ -231,7 +231,7 @@ class Attributes:
 
 def read_attributes(
     data: Any,
-    graph: HeteroGraph,
+    graph: Graph,
     tables: Mapping[Key, FeatureTable],
     device: torch.device,
     locks: ExitStack,
@@ -252,8 +252,8 @@ def read_attributes(
             `data` has other types than `graph`.
     """
     found = Attributes(copy.copy(data), set())
-    numbers: dict[Any, int] = {kind: graph.num_nodes(kind) for kind in graph.node_types}
-    numbers |= {kind: graph.num_edges(kind) for kind in graph.edge_types}
+    numbers: dict[Any, int] = {kind: graph.nodes(kind).num_nodes for kind in graph.node_types}
+    numbers |= {kind: graph.edges(kind).num_edges for kind in graph.edge_types}
     if is_typed(data) and (other := {*data.node_types, *data.edge_types} ^ numbers.keys()):
         raise ValueError(
             f"data has gained or lost the type {min(other, key=str)!r} since the loader was created"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from gcnzc.graph.hetero.times import TimeUnit
+from gcnzc.graph.times import TimeUnit
 from gcnzc.interop.engine import NODE, CscGraph, make_sampler
 from gcnzc.interop.pyg.graph import to_csc
 from gcnzc.interop.pyg.importing import import_pyg
@@ -172,7 +172,7 @@ class NeighborSampler(import_pyg().sampler.BaseSampler):  # type: ignore[misc]
     def sample_from_edges(self, index: Any, neg_sampling: Any = None) -> Any:
         """Sample the subgraph of the ends of edges, for PyG's `LinkLoader`."""
         graph, has_types = self.csc.graph, self.csc.is_typed
-        sizes = {each: graph.num_nodes(each) for each in graph.node_types}
+        sizes = {each: graph.nodes(each).num_nodes for each in graph.node_types}
         times = {each: graph.nodes(each).time for each in graph.node_types}
         times = {each: own for each, own in times.items() if own is not None}
         return _sampler.neighbor_sampler.edge_sample(

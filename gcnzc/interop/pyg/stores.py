@@ -1,4 +1,4 @@
-"""Read a pair of PyG's `FeatureStore` and `GraphStore`, and give a `HeteroGraph` as such a pair.
+"""Read a pair of PyG's `FeatureStore` and `GraphStore`, and give a `Graph` as such a pair.
 
 `TableStore` is a `FeatureStore` of feature tables.
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.hetero.graph import HeteroGraph
-from gcnzc.graph.hetero.times import TimeUnit
+from gcnzc.graph.graph import Graph
+from gcnzc.graph.times import TimeUnit
 from gcnzc.interop.engine import NODE
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.kernels.threads import ForkSafeLock
@@ -271,7 +271,7 @@ class TableStore(_pyg.data.FeatureStore):  # type: ignore[misc, name-defined]
 
 
 class HeteroFeatureStore(TableStore):
-    """The features, labels and times of a `HeteroGraph` as a PyG `FeatureStore`.
+    """The features, labels and times of a `Graph` as a PyG `FeatureStore`.
 
     Node types have the attributes `x`, `y` and `time`, edge types `edge_attr`, `time` and `weight`,
     as far as the graph has them. Rows of edges are in the order of the columns of the graph, which
@@ -284,13 +284,13 @@ class HeteroFeatureStore(TableStore):
         time_unit: `graph.time_unit`, to which loaders convert dates.
 
     Raises:
-        TypeError: `graph` is not a `HeteroGraph`.
+        TypeError: `graph` is not a `Graph`.
     """
 
     time_unit: TimeUnit | None
 
-    def __init__(self, graph: HeteroGraph) -> None:
-        check_kind("graph", graph, HeteroGraph, "HeteroGraph.from_pyg, from_tables or load")
+    def __init__(self, graph: Graph) -> None:
+        check_kind("graph", graph, Graph, "Graph.from_pyg, from_tables or load")
         super().__init__({})
         self.__dict__["time_unit"] = graph.time_unit
         kinds: list[Any] = [*graph.node_types, *graph.edge_types]
@@ -311,32 +311,32 @@ class HeteroFeatureStore(TableStore):
 
 
 class HeteroGraphStore(_pyg.data.GraphStore):  # type: ignore[misc, name-defined]
-    """The edges of a `HeteroGraph` as a PyG `GraphStore`, in CSC layout; it is read-only.
+    """The edges of a `Graph` as a PyG `GraphStore`, in CSC layout; it is read-only.
 
     Args:
         graph: the graph. Offsets are not copied; sources are, since PyG reads int64.
 
     Raises:
-        TypeError: `graph` is not a `HeteroGraph`.
+        TypeError: `graph` is not a `Graph`.
     """
 
-    def __init__(self, graph: HeteroGraph) -> None:
-        check_kind("graph", graph, HeteroGraph, "HeteroGraph.from_pyg, from_tables or load")
+    def __init__(self, graph: Graph) -> None:
+        check_kind("graph", graph, Graph, "Graph.from_pyg, from_tables or load")
         super().__init__()
         self.__dict__["_graph"] = graph
 
     def get_all_edge_attrs(self) -> list[Any]:
         """Return the edge type, the layout and the size of each edge type."""
-        graph: HeteroGraph = self._graph
+        graph: Graph = self._graph
         return [
             _pyg.data.EdgeAttr(
-                each, "csc", size=(graph.num_nodes(each[0]), graph.num_nodes(each[2]))
+                each, "csc", size=(graph.nodes(each[0]).num_nodes, graph.nodes(each[2]).num_nodes)
             )
             for each in graph.edge_types
         ]
 
     def _get_edge_index(self, edge_attr: Any) -> tuple[Tensor, Tensor] | None:
-        graph: HeteroGraph = self._graph
+        graph: Graph = self._graph
         if edge_attr.edge_type not in graph.edge_types or edge_attr.layout.value != "csc":
             return None
         edges = graph.edges(edge_attr.edge_type)
@@ -348,10 +348,10 @@ class HeteroGraphStore(_pyg.data.GraphStore):  # type: ignore[misc, name-defined
     _remove_edge_index = partialmethod(_put_edge_index, None)
 
 
-def as_stores(graph: HeteroGraph) -> tuple[HeteroFeatureStore, HeteroGraphStore]:
+def as_stores(graph: Graph) -> tuple[HeteroFeatureStore, HeteroGraphStore]:
     """Return a graph as the pair of stores that PyG's loaders accept in place of data."""
     return HeteroFeatureStore(graph), HeteroGraphStore(graph)
 
 
 def _read_only(what: str) -> ValueError:
-    return ValueError(f"{what}: the stores of a HeteroGraph are read-only")
+    return ValueError(f"{what}: the stores of a Graph are read-only")

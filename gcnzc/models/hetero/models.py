@@ -21,7 +21,7 @@ class RGCN(HeteroModel):
     its in-neighbours of edge type r, like PyG's `RGCNConv`.
 
     Args:
-        metadata: node types and edge types, from `HeteroGraph.metadata()` or PyG's
+        metadata: node types and edge types, from `Graph.metadata()` or PyG's
             `HeteroData.metadata()`.
         in_features: columns of the features, or of the trainable embeddings, of each node type.
         hidden: columns of the hidden layers.

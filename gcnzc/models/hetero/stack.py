@@ -26,7 +26,7 @@ class HeteroModel(Stack):
     A subclass sets `layer_class`, or overrides `make_layer`.
 
     Args:
-        metadata: node types and edge types, from `HeteroGraph.metadata()` or PyG's
+        metadata: node types and edge types, from `Graph.metadata()` or PyG's
             `HeteroData.metadata()`.
         in_features: columns of the features, or of the trainable embeddings, of each node type.
         hidden: columns of the hidden layers.

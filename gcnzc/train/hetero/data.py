@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import gcnzc
 from gcnzc.datasets.names import Names
 from gcnzc.datasets.source import check_metric, choose_metric
 from gcnzc.datasets.store import AGAIN, is_hetero, is_prepared, read_meta
@@ -17,10 +18,10 @@ from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.pinning import pinned
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
-from gcnzc.graph.hetero.folder import check_targets
-from gcnzc.graph.hetero.folder import info as read_info
-from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
-from gcnzc.graph.hetero.stores import NodeStore
+from gcnzc.graph.folder import check_targets
+from gcnzc.graph.folder import info as read_info
+from gcnzc.graph.graph import Graph, TimeKind
+from gcnzc.graph.stores import EdgeType, NodeStore
 from gcnzc.train.config import HETERO_MODELS, TrainConfig
 from gcnzc.train.shared_data import load_shared, share_copy
 
@@ -77,7 +78,7 @@ class HeteroDataset:
         folder: of the graph.
     """
 
-    graph: HeteroGraph
+    graph: Graph
     target: str
     labels: Tensor
     split: dict[str, Tensor]
@@ -158,7 +159,7 @@ def load_hetero(config: TrainConfig, path: Path) -> HeteroDataset:
         if not len(split[name]):
             raise ValueError(
                 f"no node of type {target!r} in the {name} split of {path} has a label\n\n"
-                "hint: HeteroGraph.from_arrays takes the train, valid and test split of a type"
+                "hint: Graph.from_arrays takes the train, valid and test split of a type"
             )
     num_classes = 2 if labels.ndim == 2 else _count_classes(nodes, labels, path)
     stored = read_info(path)["origin"].get("metric", "accuracy")
@@ -202,7 +203,7 @@ def load_unlabelled(config: TrainConfig, path: Path, target: str | None) -> Hete
             f"{path} has no nodes of type {target!r}, which the model classifies\n\n"
             f"hint: the node types are {', '.join(graph.node_types)}"
         )
-    none = torch.full((graph.num_nodes(target),), -1)
+    none = torch.full((graph.nodes(target).num_nodes,), -1)
     split = dict(graph.nodes(target).split)
     return HeteroDataset(graph, target, none, split, 1, "accuracy", path)
 
@@ -210,7 +211,7 @@ def load_unlabelled(config: TrainConfig, path: Path, target: str | None) -> Hete
 def _check_folder(config: TrainConfig, path: Path) -> None:
     """Check that a folder has a heterogeneous graph."""
     if not path.exists():
-        raise FileNotFoundError(f"there is no folder {path}\n\nhint: HeteroGraph.save writes one")
+        raise FileNotFoundError(f"there is no folder {path}\n\nhint: Graph.save writes one")
     if not is_hetero(path):
         if is_prepared(path):
             # a damaged folder has no kind, and this names its file
@@ -222,12 +223,12 @@ def _check_folder(config: TrainConfig, path: Path) -> None:
         raise ValueError(
             f"--model {config.model.model.name} is for graphs with several node types, and {path} "
             "has no prepared graph of this kind\n\n"
-            "hint: `gcnzc prepare` and HeteroGraph.save write one; other graphs have other models, "
+            "hint: `gcnzc prepare` and Graph.save write one; other graphs have other models, "
             "such as sage"
         )
 
 
-def _open_graph(config: TrainConfig, path: Path) -> HeteroGraph:
+def _open_graph(config: TrainConfig, path: Path) -> Graph:
     """Memory-map a graph; in a temporal run, its columns are sorted by the times that count.
 
     A folder's columns are sorted for `both`. Columns that are not sorted for the option `time`
@@ -236,7 +237,7 @@ def _open_graph(config: TrainConfig, path: Path) -> HeteroGraph:
     Raises:
         ValueError: the option `time` of --temporal is edge or node, and there are no such times.
     """
-    graph = HeteroGraph.load(path)
+    graph = gcnzc.load(path).graph
     kind = config.graph.time_kind
     if kind == "both":
         return graph
@@ -252,12 +253,12 @@ def _open_graph(config: TrainConfig, path: Path) -> HeteroGraph:
     return graph.sort_by_time(kind)
 
 
-def _has_times(graph: HeteroGraph, kind: TimeKind) -> bool:
+def _has_times(graph: Graph, kind: TimeKind) -> bool:
     """Whether an edge type has times of a kind, "edge" or "node"."""
     return any(graph.times(each, kind) != (None, None) for each in graph.edge_types)
 
 
-def _data_of_links(config: TrainConfig, graph: HeteroGraph, path: Path) -> HeteroDataset:
+def _data_of_links(config: TrainConfig, graph: Graph, path: Path) -> HeteroDataset:
     edge_type = _find_edge_type(config, graph)
     none = torch.full((1,), -1)
     reverse_types = _parse_reverse_types(config, graph, edge_type)
@@ -266,7 +267,7 @@ def _data_of_links(config: TrainConfig, graph: HeteroGraph, path: Path) -> Heter
     )
 
 
-def _find_target(config: TrainConfig, graph: HeteroGraph, path: Path) -> str:
+def _find_target(config: TrainConfig, graph: Graph, path: Path) -> str:
     """Return the node type to classify."""
     labelled = [name for name in graph.node_types if graph.nodes(name).labels is not None]
     target: str = config.graph.task["target"]
@@ -288,12 +289,12 @@ def _find_target(config: TrainConfig, graph: HeteroGraph, path: Path) -> str:
             f"hint: --task node:target={' or target='.join(labelled)}"
             if labelled
             else f"no node type of {path} has labels to train on\n\n"
-            "hint: HeteroGraph.from_arrays takes labels and split of a node type"
+            "hint: Graph.from_arrays takes labels and split of a node type"
         )
     return labelled[0]
 
 
-def _find_edge_type(config: TrainConfig, graph: HeteroGraph) -> EdgeType:
+def _find_edge_type(config: TrainConfig, graph: Graph) -> EdgeType:
     """Return the type of the edges to predict."""
     given: str = config.graph.task["edge_type"]
     if not given:
@@ -311,7 +312,7 @@ def _find_edge_type(config: TrainConfig, graph: HeteroGraph) -> EdgeType:
 
 
 def _parse_reverse_types(
-    config: TrainConfig, graph: HeteroGraph, edge_type: EdgeType
+    config: TrainConfig, graph: Graph, edge_type: EdgeType
 ) -> list[EdgeType] | None:
     """Return the given edge types of the reverse edges; None to find them."""
     given: str = config.graph.task["reverse_types"]

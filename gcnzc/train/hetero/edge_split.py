@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
-from gcnzc.graph.hetero.stores import EdgeStore
+from gcnzc.graph.graph import Graph, TimeKind
+from gcnzc.graph.stores import EdgeStore, EdgeType
 from gcnzc.loader.seeds import permutation
 from gcnzc.sampling.hetero_link import edge_times
 from gcnzc.sampling.reverse_types import find_reverse_types
@@ -41,14 +41,14 @@ class HeteroEdgeSplit:
     edge_type: EdgeType
     edges: Mapping[str, Tensor]
     times: Mapping[str, Tensor] | None
-    graph: HeteroGraph
+    graph: Graph
     reverse_types: Sequence[EdgeType] | None
     kind: Literal["time", "random"]
     are_kept: bool
 
 
 def split_edges(
-    graph: HeteroGraph,
+    graph: Graph,
     edge_type: EdgeType,
     kind: Literal["auto", "time", "random"],
     valid: float,
@@ -89,7 +89,7 @@ def split_edges(
             f"--task link:split=time: {describe_missing_times(edge_type, time)}\n\n"
             "hint: use split=random; with --temporal, another `time` may select existing times"
         )
-    count, width = edges.shape[1], graph.num_nodes(edge_type[2])
+    count, width = edges.shape[1], graph.nodes(edge_type[2]).num_nodes
     if reverse_types is None and not keep:
         reverse_types = find_reverse_types(graph, edge_type)
     reverses = reverse_types or []
@@ -156,7 +156,7 @@ def split_edges_of_run(config: TrainConfig, data: HeteroDataset) -> HeteroEdgeSp
     )
 
 
-def find_times(graph: HeteroGraph, edge_type: EdgeType, time: TimeKind = "both") -> Tensor | None:
+def find_times(graph: Graph, edge_type: EdgeType, time: TimeKind = "both") -> Tensor | None:
     """Return the (E,) times of the edges by edge id; None if they have none.
 
     Args:
@@ -217,14 +217,14 @@ def _drop_reverses(
 
 
 def _without(
-    graph: HeteroGraph,
+    graph: Graph,
     edge_type: EdgeType,
     reverses: Sequence[EdgeType],
     pairs: Tensor,
     held_out: Tensor,
     times: Tensor | None,
     time: TimeKind,
-) -> HeteroGraph:
+) -> Graph:
     """Return the graph without the held-out edges and their reverses.
 
     Args:
@@ -239,7 +239,7 @@ def _without(
     """
     stores = {each: graph.edges(each) for each in graph.edge_types}
     if times is not None:
-        is_removed = torch.zeros(graph.num_edges(edge_type), dtype=torch.bool)
+        is_removed = torch.zeros(graph.edges(edge_type).num_edges, dtype=torch.bool)
         is_removed[held_out] = True
         own = stores[edge_type]
         stores[edge_type] = _select(
@@ -262,14 +262,12 @@ def _without(
         for each in reverses:
             stores[each] = _drop_pairs(graph, each, stores[each], pairs.flip(0))
     nodes = {name: graph.nodes(name) for name in graph.node_types}
-    return HeteroGraph(nodes, stores, name=graph.name, time_unit=graph.time_unit, check=False)
+    return Graph.from_stores(nodes, stores, name=graph.name, time_unit=graph.time_unit, check=False)
 
 
-def _drop_pairs(
-    graph: HeteroGraph, edge_type: EdgeType, store: EdgeStore, pairs: Tensor
-) -> EdgeStore:
+def _drop_pairs(graph: Graph, edge_type: EdgeType, store: EdgeStore, pairs: Tensor) -> EdgeStore:
     """Return the edges that do not connect one of some pairs of nodes."""
-    width = graph.num_nodes(edge_type[2])
+    width = graph.nodes(edge_type[2]).num_nodes
     targets = torch.arange(width).repeat_interleave(store.indptr.diff())
     keys = store.indices.long() * width + targets
     return _select(store, torch.isin(keys, pairs[0] * width + pairs[1], invert=True))

@@ -135,7 +135,7 @@ def build_embeddings(
     names, dim = embedded_types(model, data), config.model.embeddings["dim"]
     return {
         name: EmbeddingTable(
-            data.graph.num_nodes(name),
+            data.graph.nodes(name).num_nodes,
             dim,
             scale=dim**-0.5,
             seed=mixed_seed(config.loading.seed, data.graph.node_types.index(name)),
@@ -169,9 +169,10 @@ def load_embeddings(
     except ValueError as error:
         raise ValueError(f"{_cause_of(error)}\n\nhint: {remedy}") from error
     for name, table in tables.items():
-        if len(table) != data.graph.num_nodes(name):
+        num_nodes = data.graph.nodes(name).num_nodes
+        if len(table) != num_nodes:
             raise ValueError(
-                f"{data.folder} has {data.graph.num_nodes(name):,} nodes of type {name!r}, but the "
+                f"{data.folder} has {num_nodes:,} nodes of type {name!r}, but the "
                 f"model has embeddings of {len(table):,}\n\n"
                 "hint: embeddings are of the nodes of the graph that the model was trained on"
             )

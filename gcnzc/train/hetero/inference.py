@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.embedding import EmbeddingTable
-from gcnzc.graph.hetero.graph import HeteroGraph
+from gcnzc.graph.graph import Graph
 from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.models.hetero import HeteroModel
 from gcnzc.sampling.hetero import HeteroBatch
@@ -39,7 +39,7 @@ def with_embeddings(
 def typed_outputs(
     of: Evaluated,
     config: TrainConfig,
-    graph: HeteroGraph,
+    graph: Graph,
     embeddings: Mapping[str, EmbeddingTable],
     seeds: tuple[str, Tensor],
     *,

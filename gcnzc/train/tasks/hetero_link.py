@@ -163,7 +163,7 @@ class HeteroLinkTask:
         split, time = self.split, None
         source, _, destination = split.edge_type
         earlier = ("train",) if name == "valid" else ("train", "valid")
-        num_destinations = split.graph.num_nodes(destination)
+        num_destinations = split.graph.nodes(destination).num_nodes
         held_out = HeldOutEdges(
             split.edges[name],
             torch.cat([split.edges[each] for each in earlier], dim=1),
@@ -251,7 +251,7 @@ class HeteroLinkTask:
             ValueError: `count` is larger than the default, and there are not more destinations.
         """
         name = self.split.edge_type[2]
-        num_nodes = self.split.graph.num_nodes(name)
+        num_nodes = self.split.graph.nodes(name).num_nodes
         if count < num_nodes:
             return
         if count > DEFAULT_EVALUATE_NEGATIVES:

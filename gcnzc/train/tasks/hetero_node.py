@@ -73,6 +73,6 @@ class HeteroNodeTask(NodeTask):
     def _outputs(self, of: Evaluated, nodes: Tensor | None) -> Tensor:
         """Return the logits of nodes of the target, or of all of them if None."""
         target, graph = self.data.target, self.data.graph
-        seeds = target, torch.arange(graph.num_nodes(target)) if nodes is None else nodes
+        seeds = target, torch.arange(graph.nodes(target).num_nodes) if nodes is None else nodes
         fanouts = self.evaluator.sampled_fanouts
         return typed_outputs(of, self.config, graph, self.embeddings, seeds, fanouts=fanouts)

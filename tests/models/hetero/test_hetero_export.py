@@ -8,7 +8,7 @@ import pytest
 import torch
 from slow_cases import mark_slow
 
-from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.graph import Graph
 from gcnzc.models import HGT, RGAT, RGCN, HeteroSAGE
 from gcnzc.models.export import export_arguments, export_model
 from gcnzc.sampling import HeteroSampler, build_full_hetero_blocks, build_hetero_blocks
@@ -26,7 +26,7 @@ def graph():
         key: {"edge_index": random.integers(0, [[SIZES[key[0]]], [SIZES[key[2]]]], (2, count))}
         for key, count in (ends | {("c", "w", "b"): 0}).items()
     }
-    return HeteroGraph.from_arrays({name: {"num_nodes": n} for name, n in SIZES.items()}, edges)
+    return Graph.from_arrays({name: {"num_nodes": n} for name, n in SIZES.items()}, edges)
 
 
 CASES = {

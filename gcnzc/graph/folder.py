@@ -25,9 +25,7 @@ from gcnzc.datasets.rows import (
 )
 from gcnzc.datasets.store import HEADER_BYTES, HETERO_VERSION, front_of
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.hetero.graph import HeteroGraph
-from gcnzc.graph.hetero.stores import EdgeStore, NodeStore
-from gcnzc.graph.hetero.values import check_classes, check_parts
+from gcnzc.graph.graph import Graph
 from gcnzc.graph.stored_features import (
     FeatureDtype,
     FeatureLayout,
@@ -37,10 +35,12 @@ from gcnzc.graph.stored_features import (
     to_tensor,
     write_features,
 )
+from gcnzc.graph.stores import EdgeStore, NodeStore
+from gcnzc.graph.values import check_classes, check_parts
 
 
 def save(
-    graph: HeteroGraph,
+    graph: Graph,
     dest: str | Path,
     *,
     feature_dtype: FeatureDtype | None = None,
@@ -88,7 +88,7 @@ def save(
         writer.finish(meta, HETERO_VERSION)
 
 
-def _needed_bytes(graph: HeteroGraph) -> list[int]:
+def _needed_bytes(graph: Graph) -> list[int]:
     """Return the sizes of the files except for names and features.
 
     The stored dtype of features may be smaller than the graph's.
@@ -197,7 +197,7 @@ def _save_features(
     return storage.describe(rows.num_columns, finite=finite, normalized=False)
 
 
-def load(folder: str | Path) -> HeteroGraph:
+def load(folder: str | Path) -> Graph:
     """Memory-map a prepared folder of a heterogeneous graph.
 
     Offsets and sources are checked where they are sampled; `verify` checks everything. Writes to
@@ -236,7 +236,7 @@ def load(folder: str | Path) -> HeteroGraph:
             time=_tensor(arrays, f"{front}time.npy"),
             weight=_tensor(arrays, f"{front}weight.npy"),
         )
-    graph = HeteroGraph(
+    graph = Graph.from_stores(
         nodes, edges, name=meta["name"], time_unit=meta.get("time_unit"), check=False
     )
     graph.folder = folder

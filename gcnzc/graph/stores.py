@@ -1,9 +1,15 @@
-"""The nodes of one type, and the edges of one type, of a heterogeneous graph."""
+"""The nodes of one type, and the edges of one type, of a graph.
+
+The edges of a type are stored in CSC format: column `i` has the sources of the in-edges of
+destination `i`. Features of edges are stored in the order of the edge ids, which are the positions
+in the edge list that the graph was built from; times and weights, which the sampler reads, in the
+order of the columns.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -13,13 +19,15 @@ from torch import Tensor
 from gcnzc.datasets.names import Names, NamesFolder, as_integers, read_names
 from gcnzc.features.table import FeatureTable
 
+EdgeType: TypeAlias = tuple[str, str, str]
+
 
 @dataclass(frozen=True, eq=False)
 class NodeStore:
     """The nodes of one type; tensors are on the host.
 
     Attributes:
-        num_nodes: N, at least 1.
+        num_nodes: N.
         features: (N, D), each row contiguous, or sparse CSR; None without features, and for
             quantized features.
         quantized: quantized features.
@@ -51,16 +59,9 @@ class NodeStore:
         Raises:
             ValueError: the file of the ids is damaged, or their number is not N.
         """
-        found = self._read("nodes").nodes
+        found = self.read_names("nodes").nodes
         if found is None:
             return None
-        if len(found) != self.num_nodes:
-            source, hint = "names.nodes", "give one id for each node"
-            if isinstance(self.names, NamesFolder):
-                source, hint = str(self.names.path), "prepare the folder again from its source"
-            raise ValueError(
-                f"{source} has {len(found):,} ids for {self.num_nodes:,} nodes\n\nhint: {hint}"
-            )
         found = np.asarray(found)
         integers = found if found.dtype.kind == "i" else as_integers(found)
         if integers is None:
@@ -74,10 +75,24 @@ class NodeStore:
         Raises:
             ValueError: the file of the names is damaged.
         """
-        return self._read("classes").classes
+        return self.read_names("classes").classes
 
-    def _read(self, kind: str) -> Names:
-        return self.names if isinstance(self.names, Names) else read_names(self.names, (kind,))
+    def read_names(self, *kinds: str) -> Names:
+        """Return the names of some kinds, "nodes", "classes" or "features", as the source has them.
+
+        Raises:
+            ValueError: a file of names is damaged, or the number of ids of nodes is not N.
+        """
+        names = self.names if isinstance(self.names, Names) else read_names(self.names, kinds)
+        if names.nodes is not None and len(names.nodes) != self.num_nodes:
+            source, hint = "names.nodes", "give one id for each node"
+            if isinstance(self.names, NamesFolder):
+                source, hint = str(self.names.path), "prepare the folder again from its source"
+            raise ValueError(
+                f"{source} has {len(names.nodes):,} ids for {self.num_nodes:,} nodes\n\n"
+                f"hint: {hint}"
+            )
+        return names
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Build heterogeneous graphs from PyG's `HeteroData` and from heterogeneous DGL graphs."""
+"""Read the arrays of PyG's `HeteroData` and of DGL graphs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,13 +6,10 @@ from typing import Any
 import torch
 
 from gcnzc.datasets.source import part_of
-from gcnzc.graph.hetero.build import from_arrays
-from gcnzc.graph.hetero.graph import HeteroGraph
-from gcnzc.graph.hetero.times import TimeUnit
-from gcnzc.system.arguments import describe
+from gcnzc.graph.times import TimeUnit
 
 
-def from_pyg(
+def read_pyg(
     data: Any,
     *,
     time_attr: str | None = None,
@@ -22,29 +19,8 @@ def from_pyg(
     edge_feature_attr: str = "edge_attr",
     time_unit: TimeUnit | None = None,
     name: str = "graph",
-) -> HeteroGraph:
-    """Build a graph from a `torch_geometric.data.HeteroData`.
-
-    Edge ids are positions in `edge_index`. Features are shared, not copied. The masks
-    `train_mask`, `val_mask` and `test_mask` become the splits.
-
-    Args:
-        data: each edge type has `edge_index`, or `adj_t` whose rows are destinations.
-        time_attr: attribute of node types, of edge types, or of both with the times.
-        weight_attr: attribute of edge types with sampling weights.
-        feature_attr: attribute with the features of nodes.
-        label_attr: attribute with the labels of nodes.
-        edge_feature_attr: attribute with the features of edges.
-        time_unit: unit of the times, see `from_arrays`; needed to sample at dates.
-        name: of the graph.
-
-    Raises:
-        TypeError: `data` is not a `HeteroData`.
-        ValueError: no type has the given attribute, the number of nodes of a type is unknown, or
-            values are wrong, see `from_arrays`.
-    """
-    if not isinstance(getattr(data, "edge_types", None), list) or not hasattr(data, "node_stores"):
-        raise TypeError(f"data is {describe(data)}, not a HeteroData")
+) -> dict[str, Any]:
+    """Return the arguments of `Graph.from_arrays` for a `HeteroData`; see `Graph.from_pyg`."""
     _check_attribute("time_attr", time_attr, [*data.node_stores, *data.edge_stores])
     _check_attribute("weight_attr", weight_attr, data.edge_stores)
     nodes = {}
@@ -66,7 +42,7 @@ def from_pyg(
             "time": _get(own, time_attr),
             "weight": _get(own, weight_attr),
         }
-    return from_arrays(nodes, edges, name=name, time_unit=time_unit)
+    return {"nodes": nodes, "edges": edges, "name": name, "time_unit": time_unit}
 
 
 def _get(store: Any, key: str | None) -> Any:
@@ -112,7 +88,7 @@ def _edge_index_of_pyg(edge_type: tuple[str, str, str], store: Any) -> Any:
     return col, row
 
 
-def from_dgl(
+def read_dgl(
     graph: Any,
     *,
     time: str | None = None,
@@ -121,26 +97,8 @@ def from_dgl(
     labels: str = "label",
     time_unit: TimeUnit | None = None,
     name: str = "graph",
-) -> HeteroGraph:
-    """Build a graph from a `dgl.DGLGraph` with any number of node and edge types.
-
-    Edge ids are DGL's. Node data `train_mask`, `val_mask` and `test_mask` become the splits.
-
-    Args:
-        graph: a DGL graph.
-        time: name of the node or edge data with times.
-        weight: name of the edge data with sampling weights.
-        features: name of the node and edge data with features.
-        labels: name of the node data with labels.
-        time_unit: unit of the times, see `from_arrays`; needed to sample at dates.
-        name: of the graph.
-
-    Raises:
-        TypeError: `graph` is not a DGL graph.
-        ValueError: no type has the given data, or values are wrong, see `from_arrays`.
-    """
-    if not hasattr(graph, "canonical_etypes"):
-        raise TypeError(f"graph is {describe(graph)}, not a dgl.DGLGraph")
+) -> dict[str, Any]:
+    """Return the arguments of `Graph.from_arrays` for a DGL graph; see `Graph.from_dgl`."""
     frames = {each: dict(graph.nodes[each].data) for each in graph.ntypes}
     edge_frames = {each: dict(graph.edges[each].data) for each in graph.canonical_etypes}
     everywhere = [*frames.values(), *edge_frames.values()]
@@ -165,7 +123,7 @@ def from_dgl(
         }
         for each, own in edge_frames.items()
     }
-    return from_arrays(nodes, edges, name=name, time_unit=time_unit)
+    return {"nodes": nodes, "edges": edges, "name": name, "time_unit": time_unit}
 
 
 def _check_data(argument: str, name: str | None, frames: list[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gcnzc.graph.hetero.values import check_length, first_true, to_array, writable
+from gcnzc.graph.values import check_length, first_true, to_array, writable
 
 TimeUnit: TypeAlias = Literal["s", "ms", "us", "ns"]
 # int64's least value, which NumPy and pandas write for a missing time (NaT)

@@ -1,4 +1,4 @@
-"""Build heterogeneous graphs from the tables of a relational database.
+"""Build graphs from the tables of a relational database.
 
 Each table is a node type, and each row a node. A foreign key is an edge type from the rows that
 have it to the rows that it refers to, and a second edge type in the reverse direction, with the
@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcnzc.datasets.source import part_of
-from gcnzc.graph.hetero.build import from_arrays
-from gcnzc.graph.hetero.graph import HeteroGraph
-from gcnzc.graph.hetero.times import TimeUnit, to_dates
-from gcnzc.graph.hetero.values import first_true
+from gcnzc.graph.graph import Graph
+from gcnzc.graph.times import TimeUnit, to_dates
+from gcnzc.graph.values import first_true
 from gcnzc.system.arguments import check_flag, check_kind, describe
 
 
@@ -49,10 +48,10 @@ def from_tables(
     reverse: bool = True,
     time_unit: TimeUnit | None = None,
     name: str = "graph",
-) -> HeteroGraph:
+) -> Graph:
     """Build a graph from pandas tables with primary and foreign keys::
 
-        HeteroGraph.from_tables({
+        gcnzc.graph.from_tables({
             "customer": Table(customers, primary_key="id"),
             "order": Table(orders, foreign_keys={"customer_id": "customer"}, time="date"),
         })
@@ -121,7 +120,7 @@ def from_tables(
             edges[each, f"f2p_{key}", other] = rows, targets
             if reverse:
                 edges[other, f"rev_f2p_{key}", each] = targets, rows
-    return from_arrays(nodes, edges, name=name, time_unit=time_unit)
+    return Graph.from_arrays(nodes, edges, name=name, time_unit=time_unit)
 
 
 def _as_table(name: str, table: Any) -> Table:

@@ -7,53 +7,13 @@ from typing import Any
 import numpy as np
 
 from gcnzc.datasets import ogb_hetero_write
-from gcnzc.datasets.ogb_hetero import OgbHetero, is_hetero_layout
+from gcnzc.datasets.ogb_hetero import OgbHetero
 from gcnzc.datasets.rows import Array, Progress, allocate_in_memory, no_progress
 from gcnzc.datasets.source import SPLITS, HeteroArrays, clean_labels, clean_split
-from gcnzc.graph.hetero.build import from_arrays
-from gcnzc.graph.hetero.folder import rows_of
-from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
-from gcnzc.graph.hetero.stores import EdgeStore
+from gcnzc.graph.folder import rows_of
+from gcnzc.graph.graph import Graph
 from gcnzc.graph.stored_features import read_features
-
-
-def from_ogb(
-    folder: str | Path,
-    *,
-    name: str | None = None,
-    split: str | None = None,
-    reverse: bool = False,
-    allow_nan: bool = False,
-    progress: Progress = no_progress,
-) -> HeteroGraph:
-    """Read a heterogeneous node property dataset in OGB's layout, such as ogbn-mag.
-
-    Types are in alphabetical order, as in OGB. Edge ids are positions in OGB's edge lists. The
-    additional files `node_year`, `node_time`, `edge_year` and `edge_time` become times, and
-    `edge_weight` becomes weights.
-
-    Args:
-        folder: contains `raw/` and `split/`, with csv.gz or binary files.
-        name: of the dataset; None uses the name in the folder.
-        split: name of a folder in `split/`; None uses the dataset's default split, or the only one.
-        reverse: add the reverse of every edge type, with `rev_` before the name of its relation.
-        allow_nan: accept features that are not finite.
-        progress: called with counts of edges.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: the folder has another layout, a file is damaged, or an id is out of range; the
-            message names the file.
-    """
-    folder = Path(folder)
-    if not is_hetero_layout(folder):
-        raise ValueError(
-            f"{folder} is not a heterogeneous dataset in OGB's layout: it has neither "
-            "raw/triplet-type-list.csv.gz nor raw/edge_index_dict.npz\n\n"
-            "hint: gcnzc.load reads homogeneous datasets"
-        )
-    arrays = OgbHetero(folder, name, split).read(progress)
-    return from_hetero_arrays(arrays, str(folder), reverse=reverse, allow_nan=allow_nan)
+from gcnzc.graph.stores import EdgeStore, EdgeType
 
 
 def info(folder: str | Path) -> dict[str, Any]:
@@ -81,10 +41,21 @@ def info(folder: str | Path) -> dict[str, Any]:
     }
 
 
+def origin_of(arrays: HeteroArrays, reverse: bool) -> dict[str, Any]:
+    """Return the source of a graph, and what was chosen, for its metadata."""
+    return dict(arrays.origin) | {
+        "num_classes": arrays.num_classes,
+        "metric": arrays.metric,
+        "split": arrays.split_name,
+        "best_accuracy": arrays.best_accuracy,
+        "reverse": reverse,
+    }
+
+
 def from_hetero_arrays(
     arrays: HeteroArrays, where: str, *, reverse: bool = False, allow_nan: bool = False
-) -> HeteroGraph:
-    """Build a graph from the arrays of a reader or a generator; see `from_ogb`.
+) -> Graph:
+    """Build a graph from the arrays of a reader or a generator; see `gcnzc.load`.
 
     Args:
         arrays: the graph.
@@ -127,11 +98,11 @@ def from_hetero_arrays(
                     f"reverse of {edge_type}\n\nhint: reverse=False, or --bidirected no"
                 )
             edges[added] = {"edge_index": ends[::-1], **fields}
-    return from_arrays(nodes, edges, name=arrays.name)
+    return Graph.from_arrays(nodes, edges, name=arrays.name)
 
 
 def to_ogb(
-    graph: HeteroGraph,
+    graph: Graph,
     path: str | Path,
     *,
     binary: bool = True,

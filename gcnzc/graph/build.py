@@ -1,4 +1,4 @@
-"""Build heterogeneous graphs from dicts of arrays and edge lists."""
+"""Convert dicts of arrays and edge lists to the nodes and edges of a type."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -11,73 +11,19 @@ from torch import Tensor
 
 from gcnzc.datasets.names import Names
 from gcnzc.datasets.source import describe_gap
-from gcnzc.graph.hetero import values
-from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, check_names
-from gcnzc.graph.hetero.stores import EdgeStore, NodeStore
-from gcnzc.graph.hetero.times import UNITS, TimeUnit, as_times, to_dates
-from gcnzc.graph.hetero.values import check_length
+from gcnzc.graph import values
+from gcnzc.graph.stores import EdgeStore, EdgeType, NodeStore
+from gcnzc.graph.times import TimeUnit, as_times, to_dates
+from gcnzc.graph.values import check_length
 from gcnzc.kernels.structure.bipartite import bipartite_csc, sort_by_time
-from gcnzc.system.arguments import check_choice, check_integer, describe
+from gcnzc.system.arguments import check_integer, describe
 
 _log = logging.getLogger("gcnzc")
 NODE_KEYS = ("num_nodes", "features", "labels", "split", "time", "keys", "classes")
 EDGE_KEYS = ("edge_index", "features", "time", "weight")
 
 
-def from_arrays(
-    nodes: Mapping[str, Any],
-    edges: Mapping[EdgeType, Any],
-    *,
-    name: str = "graph",
-    time_unit: TimeUnit | None = None,
-) -> HeteroGraph:
-    """Build a heterogeneous graph from arrays::
-
-        HeteroGraph.from_arrays(
-            nodes={"user": {"features": x, "labels": y, "split": {"train": ids}}, "item": 1000},
-            edges={("user", "buys", "item"): {"edge_index": pairs, "time": seconds}},
-        )
-
-    Features are shared, not copied. Columns are sorted by time if there are times, see
-    `HeteroGraph.check_time_order`; otherwise the edges of a column keep the order of the list.
-
-    Args:
-        nodes: for each type the number of nodes, or a dict with some of `num_nodes`; `features`,
-            (N, D) numbers, a sparse tensor or a SciPy matrix; `labels`, (N,) classes with -1 for no
-            label, (N, T) numbers, or floating-point numbers; `split`, a dict of "train", "valid"
-            and "test" with ids or masks, or (N,) of these words; `time`, (N,) integers or dates;
-            `keys`, (N,) ids of the nodes in their source, all different; and `classes`, names of
-            the classes, or of the columns of labels if there are several. Predictions have the keys
-            and the names. Without `num_nodes`, the other values determine N.
-        edges: for each type `(source, relation, destination)` a (2, E) tensor or array of sources
-            and destinations, a pair of (E,) ids, or a dict with `edge_index` and some of
-            `features` (E, D), `time` (E,) and `weight` (E,), all in the order of the edges.
-        name: of the graph.
-        time_unit: unit of all times: "s", "ms", "us" or "ns". Dates become the time since 1970 in
-            this unit, in UTC. Default: seconds if all times are dates; integers have no known
-            unit. If only some types have dates, the unit of the integers is required.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an edge is outside the nodes of its types, a time is missing, some times are
-            dates and others are integers of an unknown unit, a label is not a class, a node is in
-            two parts of a split, sizes do not match, or a type is unknown. The message names the
-            type and the value.
-    """
-    if time_unit is not None:
-        check_choice("time_unit", time_unit, tuple(UNITS))
-    check_names(nodes, edges)
-    if time_unit is None and _have_dates(nodes, edges):
-        time_unit = "s"
-    stores = {each: _node_store(each, given, time_unit) for each, given in nodes.items()}
-    found = {each: _edge_store(each, given, stores, time_unit) for each, given in edges.items()}
-    graph = HeteroGraph(stores, found, name=name, time_unit=time_unit, check=False)
-    graph._is_checked = True
-    graph._sorted |= {(each, kind) for each in found for kind in _sorted_kinds(stores, found, each)}
-    return graph
-
-
-def _have_dates(nodes: Mapping[str, Any], edges: Mapping[EdgeType, Any]) -> bool:
+def have_dates(nodes: Mapping[str, Any], edges: Mapping[EdgeType, Any]) -> bool:
     """Return whether times are dates.
 
     Raises:
@@ -104,7 +50,7 @@ def _have_dates(nodes: Mapping[str, Any], edges: Mapping[EdgeType, Any]) -> bool
     return True in first
 
 
-def _sorted_kinds(
+def sorted_kinds(
     stores: Mapping[str, NodeStore], edges: Mapping[EdgeType, EdgeStore], edge_type: EdgeType
 ) -> tuple[str, ...]:
     """Return the kinds of time by which the columns of a new graph are sorted."""
@@ -115,7 +61,8 @@ def _sorted_kinds(
     return ("both", "edge") if has_edge_time else ("both", "node")
 
 
-def _node_store(node_type: str, given: Any, unit: TimeUnit | None) -> NodeStore:
+def node_store(node_type: str, given: Any, unit: TimeUnit | None) -> NodeStore:
+    """Return the nodes of a type from the values of `Graph.from_arrays`."""
     name = f"of node type {node_type!r}"
     if not isinstance(given, Mapping):
         given = {"num_nodes": given}
@@ -166,9 +113,10 @@ def _length(value: Any) -> int:
     return int(value.shape[0]) if hasattr(value, "tocsr") else len(value)
 
 
-def _edge_store(
+def edge_store(
     edge_type: EdgeType, given: Any, nodes: Mapping[str, NodeStore], unit: TimeUnit | None
 ) -> EdgeStore:
+    """Return the edges of a type from the values of `Graph.from_arrays`."""
     name = f"of edge type {edge_type}"
     if not isinstance(given, Mapping):
         given = {"edge_index": given}
