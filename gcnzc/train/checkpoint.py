@@ -147,10 +147,11 @@ def match(model: torch.nn.Module, saved: Mapping[str, Tensor], source: Path) -> 
     """
     try:
         model.load_state_dict(dict(saved))
-    except RuntimeError as error:
-        difference = str(error).splitlines()[1].strip()
+    # of values that are no tensors, torch raises various errors
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        difference = str(error).partition(":\n")[2] or str(error)
         raise ValueError(
-            f"{source} is a checkpoint of another model: {difference}\n\nhint: the options in the "
-            "run's config.json, or its graph, have changed since the training; restore them from a "
-            "copy"
+            f"{source} is a checkpoint of another model: {difference.strip().splitlines()[0]}\n\n"
+            "hint: the options in the run's config.json, or its graph, have changed since the "
+            "training; restore them from a copy"
         ) from None

@@ -193,8 +193,7 @@ class Checkpoint(Callback):
     def _write(self, run: Run, state: Mapping[str, Any], waits: bool) -> None:
         folder, options = run.folder, run.config.replace(resume=None).to_dict()
         if not (self.has_options and (folder / CONFIG).exists()):
-            if not (folder / SCHEMA).exists():
-                run.files.attempt(SCHEMA, lambda: write_schema(folder, run.data))
+            run.files.attempt(SCHEMA, lambda: write_schema(folder, run.data))
             # written last: a folder without this file has no run
             self.has_options = run.files.attempt(
                 CONFIG, lambda: files.write_json(folder / CONFIG, options)
@@ -258,6 +257,7 @@ class Checkpoint(Callback):
             first: the own state of worker 0, on this worker; None on the others.
         """
         check_resumed_options(run.config, state["options"], run.folder)
+        check_epochs(run.config, state, run.folder)
         checkpoint.match(run.model, state["model"], self._path(0))
         rank, world_size, former = run.group.rank, run.group.world_size, state["workers"]
         is_same = former == world_size
@@ -326,8 +326,8 @@ def remedy_of(run: Path, number: int) -> str:
     if not earlier:
         return f"{checkpoint.RESTORE}; --keep 2 keeps an earlier checkpoint as well"
     return (
-        f"restore the file from a copy; or delete {checkpoint_path(run, number)}, and `gcnzc train "
-        f"--resume {run}` resumes from {checkpoint_path(run, earlier[-1]).name}"
+        f"restore the file from a copy; or delete {checkpoint_path(run, number)}, and the same "
+        f"command resumes from {checkpoint_path(run, earlier[-1]).name}"
     )
 
 
@@ -376,9 +376,8 @@ def _read_state(run: Run) -> dict[str, Any]:
     """Return the state of the last checkpoint; empty if the run has none yet."""
     folder = run.folder
     check_resumed_options(run.config, read_config(folder).to_dict(), folder)
-    if numbers := checkpoint_numbers(folder):
-        path, remedy = checkpoint_path(folder, numbers[-1]), remedy_of(folder, numbers[-1])
-        return checkpoint.load(path, remedy=remedy) | {"number": numbers[-1]}
+    if checkpoint_numbers(folder):
+        return load_last(folder)
     # a run that was killed before its first checkpoint can start again
     for name in (RECORD, BEST):
         if (folder / name).exists():
@@ -388,6 +387,18 @@ def _read_state(run: Run) -> dict[str, Any]:
             )
     run.reporter.say(f"{folder} has no checkpoint yet: the run starts again")
     return {}
+
+
+def load_last(run: Path) -> dict[str, Any]:
+    """Return the state of the last checkpoint of a run, which has one, and its `number`.
+
+    Raises:
+        ValueError: the file is damaged; the hint names the checkpoint before it.
+    """
+    number = checkpoint_numbers(run)[-1]
+    path, needed = checkpoint_path(run, number), ("epoch", "lines", "graph")
+    state = checkpoint.load(path, needed, remedy_of(run, number))
+    return state | {"number": number}
 
 
 def check_resumed_options(config: TrainConfig, options: Mapping[str, Any], folder: Any) -> None:
@@ -405,6 +416,25 @@ def check_resumed_options(config: TrainConfig, options: Mapping[str, Any], folde
                 f"{shown(config[name])}\n\n"
                 "hint: a resumed run keeps its options; start another with --out"
             )
+
+
+def check_epochs(config: TrainConfig, state: Mapping[str, Any], run: Path) -> None:
+    """Check the number of epochs in the state of a run against the options.
+
+    Raises:
+        ValueError: the run has finished more epochs, or the state is damaged.
+    """
+    epoch, epochs = state["epoch"], config.training.epochs
+    if epoch != len(state["lines"]):
+        raise ValueError(
+            f"{checkpoint_path(run, state['number'])} is damaged: epoch is {epoch!r:.100}, and the "
+            f"record has {len(state['lines'])} lines\n\nhint: {remedy_of(run, state['number'])}"
+        )
+    if epoch > epochs:
+        raise ValueError(
+            f"{run} has finished {epoch} epochs, more than --epochs {epochs}\n\n"
+            f"hint: omit --epochs, or give at least {epoch}"
+        )
 
 
 def _restore_loader(run: Run, state: Mapping[str, Any]) -> None:
@@ -431,9 +461,4 @@ def _format_resumed(run: Run) -> str:
     folder, epoch, epochs = run.folder, run.epoch, run.config.training.epochs
     if epoch < epochs:
         return f"resuming {folder} {run.position}"
-    if epoch > epochs:
-        return (
-            f"{folder} has finished {epoch} epochs, so --epochs {epochs} has no effect; the result "
-            f"is that of {epoch} epochs"
-        )
     return f"{folder} has finished all {epoch} epochs; --epochs adds more"

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from gcnzc.datasets.source import SPLITS
 from gcnzc.system.array_file import verify_arrays
 from gcnzc.system.files import append_whole
 from gcnzc.train import checkpoint, record
@@ -75,8 +76,8 @@ class Best(Callback):
         if patience and len(later) >= patience and run.epoch < run.config.training.epochs:
             found = "evaluation" if patience == 1 else f"{patience} evaluations"
             raise StopTraining(
-                f"stopped after epoch {run.epoch} (--patience {patience}): the last {found} found "
-                f"no better model than that of epoch {epoch + 1}"
+                f"--patience {patience}: the last {found} found no better model than that of epoch "
+                f"{epoch + 1}"
             )
 
     def on_end(self, run: Run) -> None:
@@ -125,7 +126,8 @@ class Record(Callback):
         self.workers = record.Journal(path)
         if run.is_first and (run.lines or (run.folder / RECORD).exists()):
             self.write(run)
-            record.rewrite(path, record.read(path)[: self.num_worker_lines])
+            if path.exists():
+                record.rewrite(path, record.read(path)[: self.num_worker_lines])
 
     def on_epoch(self, run: Run) -> None:
         """See `Callback`."""
@@ -180,7 +182,8 @@ class Board(Callback):
     def on_record(self, run: Run) -> None:
         """See `Callback`."""
         if run.is_first:
-            numbers = {key: value for key, value in run.line.items() if key != "epoch"}  # the step
+            numbers = {tag_of(key): value for key, value in run.line.items() if key != "epoch"}
+            numbers["train/lr"] = run.optimizer.param_groups[0]["lr"]
             self.events.add(run.epoch, numbers)
             run.files.attempt(BOARD, self.events.append)
 
@@ -188,6 +191,15 @@ class Board(Callback):
         """See `Callback`."""
         if run.is_first:
             run.files.attempt(BOARD, self.events.append)
+
+
+def tag_of(key: str) -> str:
+    """Return the tag of a value of the record, such as valid/accuracy; seconds are in time/."""
+    if key.endswith("_s"):
+        return f"time/{key}"
+    group, _, name = key.partition("_")
+    is_score = group in ("minibatch", *SPLITS) and name
+    return f"{group}/{name}" if is_score else key if "/" in key else f"train/{key}"
 
 
 class Progress(Callback):
@@ -227,6 +239,6 @@ class Progress(Callback):
         """See `Callback`."""
         self.bar.close()
         if isinstance(run.stopped, StopTraining):
-            run.reporter.say(str(run.stopped))
+            run.reporter.say(": ".join(filter(None, (f"stopped {run.position}", str(run.stopped)))))
         if text := format_average_warning(run.config.training, run.best, run.lines):
             run.reporter.say(f"warning: {text}")

@@ -8,13 +8,13 @@ together can be resumed.
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from gcnzc.exchange import Group
 from gcnzc.system import files
-from gcnzc.train import checkpoint
-from gcnzc.train.checkpointing import check_resumed_options
+from gcnzc.train.checkpointing import check_epochs, check_resumed_options, load_last
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.errors import SavedRun
 from gcnzc.train.graph_files import check_files, describe_files
@@ -31,7 +31,6 @@ from gcnzc.train.run_folder import (
     checkpoint_numbers,
     expand_runs,
     folder_of_seed,
-    last_checkpoint,
     read_runs,
 )
 
@@ -90,9 +89,13 @@ def repeat(
                 check_free_folder(each)
         files.write_json(folder / RUNS, config.replace(out=None, resume=None).to_dict())
         results = []
-        for number, seed in enumerate(seeds):
-            reporter.say(f"run {number + 1} of {config.training.runs}, seed {seed}")
-            results.append(_train_seed(config, folder, seed, train_one))
+        try:
+            for number, seed in enumerate(seeds):
+                reporter.say(f"run {number + 1} of {config.training.runs}, seed {seed}")
+                results.append(_train_seed(config, folder, seed, train_one))
+        finally:
+            if not config.run.resume and expand_runs(folder) == [folder]:  # none has begun
+                (folder / RUNS).unlink(missing_ok=True)
         line = summarize(folder, results)
         try:
             files.write_json(folder / SUMMARY, line)
@@ -120,18 +123,13 @@ def _train_seed(
 
 def _finished_result(config: TrainConfig, run: Path) -> dict[str, Any] | None:
     """Return the result of a finished run of as many epochs; None if it has to be trained."""
-    path = run / RESULT
-    if not path.exists():
-        return None
-    result = files.read_json(path)
-    options = result.get("options")
-    if not isinstance(options, dict) or not result.keys() >= SUMMARIZED:
-        raise ValueError(
-            f"{path} is damaged\n\nhint: delete it; the same command then writes it again from "
-            "the checkpoint of the run"
-        )
-    is_finished = options.get("epochs") == config.training.epochs and not result.get("unsaved")
-    return result if is_finished else None
+    # a damaged file is written again from the checkpoint of the run
+    with suppress(FileNotFoundError, ValueError, LookupError, TypeError):
+        result = files.read_json(run / RESULT)
+        is_whole = result.keys() >= {*SUMMARIZED, "options"} and not result.get("unsaved")
+        if is_whole and result["options"]["epochs"] == config.training.epochs:
+            return result
+    return None
 
 
 def _check_resumed(config: TrainConfig, folder: Path) -> None:
@@ -147,8 +145,9 @@ def _check_resumed(config: TrainConfig, folder: Path) -> None:
         data = load_data(config, Group())
         here = describe_files(data)
         for run in runs:
-            there = checkpoint.load(last_checkpoint(run))["graph"]
-            check_files(here, there, data.folder, run)
+            state = load_last(run)
+            check_epochs(config, state, run)
+            check_files(here, state["graph"], data.folder, run)
 
 
 def summarize(folder: Path, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The run folder: names of its files, and which folder a run uses."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -83,10 +83,12 @@ def new_folder(config: TrainConfig, launch: record.Launch | None = None) -> Path
 
 def expand_runs(folder: Path) -> list[Path]:
     """Return the run folders in the folder of several runs, by seed; for one run, its folder."""
-    if not (folder / RUNS).is_file():
-        return [folder]
+    return (_seeds_of(folder) if (folder / RUNS).is_file() else []) or [folder]
+
+
+def _seeds_of(folder: Path) -> list[Path]:
     found = [path for path in folder.glob("seed-*") if (path / CONFIG).is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("seed-"))) or [folder]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("seed-")))
 
 
 def folder_of_seed(folder: Path, seed: int) -> Path:
@@ -142,10 +144,25 @@ def read_config(run: Path) -> TrainConfig:
             raise FileNotFoundError(
                 f"{run} has several runs\n\nhint: give the folder of one, such as {run}/seed-0"
             )
+        if seeds := _seeds_of(run):
+            raise FileNotFoundError(f"{run} has no {RUNS}\n\nhint: {_lost_runs_remedy(seeds)}")
         raise FileNotFoundError(
             f"no run in {run}: it has no {CONFIG}\n\n"
             "hint: give the folder that `gcnzc train` wrote, runs/DATA-MODEL-N or that of --out"
         )
+    return _read_all(
+        path,
+        f"restore {path} from a copy; torch.load('{last_checkpoint(run)}')['options'] has the same "
+        "options",
+    )
+
+
+def _read_all(path: Path, remedy: str) -> TrainConfig:
+    """Read a file that has all options.
+
+    Raises:
+        ValueError: the file is damaged; the hint is `remedy`.
+    """
     try:
         given = read_options(path, TrainConfig)
         for name in rows(TrainConfig):
@@ -154,10 +171,14 @@ def read_config(run: Path) -> TrainConfig:
         return TrainConfig(**given)
     except ValueError as error:
         cause = str(error).partition("\n\n")[0]
-        raise ValueError(
-            f"{cause}\n\nhint: restore {path} from a copy; torch.load('{last_checkpoint(run)}')"
-            "['options'] has the same options"
-        ) from None
+        raise ValueError(f"{cause}\n\nhint: {remedy}") from None
+
+
+def _lost_runs_remedy(seeds: Sequence[Path]) -> str:
+    return (
+        f"restore {seeds[0].parent / RUNS} from a copy; or copy {seeds[0] / CONFIG} to it, and "
+        "resume with --runs N"
+    )
 
 
 def read_runs(folder: Path) -> TrainConfig:
@@ -173,7 +194,7 @@ def read_runs(folder: Path) -> TrainConfig:
             f"no runs in {folder}: it has no {RUNS}\n\n"
             "hint: --resume of a single run takes no --runs; start several with another --out"
         )
-    return TrainConfig(**read_options(path, TrainConfig))
+    return _read_all(path, _lost_runs_remedy(_seeds_of(folder) or [folder_of_seed(folder, 0)]))
 
 
 def read_any(folder: Path) -> TrainConfig:

@@ -32,6 +32,15 @@ def test_prepare_reports_edges_without_their_reverse(tmp_path, capsys):
         assert ("most edges have no reverse edge" in err) == expected
 
 
+def test_columns_of_features_of_different_scale_are_reported(tmp_path, capsys):
+    graph = tiny()
+    for factor in (1, 1e5):
+        rows = graph.features * [factor, 1, 0, 1, 1]
+        archive = graph.but(features=rows).write_npz(tmp_path / f"{factor:g}.npz")
+        _, err = ran(capsys, "prepare", archive, tmp_path / f"{factor:g}")
+        assert ("the standard deviations of columns differ by a factor of" in err) == (factor > 1)
+
+
 def test_training_prints_one_line_and_fills_the_run_folder(graph, tmp_path, capsys):
     line, err = ran(capsys, "train", graph, *SMALL, "--out", tmp_path / "r")
     wanted = {"test_accuracy", "valid_accuracy", "epoch_s", "sample_s", "gather_s", "compute_s"}
@@ -171,8 +180,8 @@ def test_files_of_another_program_in_a_run_are_rejected(run, tmp_path, capsys):
     other = tmp_path / "other"
     shutil.copytree(run, other)
     for path in (other / "best.pt", last_checkpoint(other)):
-        checkpoint.save(path, {"x": 1})
-    assert "it has no epoch" in failed(capsys, ["evaluate", other], 1)[0]
+        checkpoint.save(path, {"epoch": 0, "lines": [], "graph": {}})
+    assert "it has no valid" in failed(capsys, ["evaluate", other], 1)[0]
     assert "does not fit this run" in failed(capsys, ["train", "--resume", other], 1)[0]
     for text in ("{}", "[]", "3", "[" * 100_000, '{"data": 7}', "\xff"):
         (other / "config.json").write_text(text, encoding="latin-1")

@@ -13,6 +13,7 @@ from gcnzc import prepare
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.train import run as train_run
 from gcnzc.train.errors import SavedRun
+from gcnzc.train.run_folder import checkpoint_path, last_checkpoint
 
 OPTIONS = ["--fanouts", "3,3", "--hidden", "4", "--batch-size", "100"]
 OPTIONS += ["--epochs", "2"]
@@ -90,23 +91,44 @@ def test_folders_and_options_that_do_not_fit_several_runs(graph, tmp_path, capsy
         _, err = ran(capsys, "train", *given, status=1)
         assert expected in err
         assert "\nhint: " in err
-    # deleting a damaged result is the remedy
+    # a damaged result is written again
     result = out / "seed-1" / "result.json"
     whole = result.read_text()
-    for damaged in ("{}", '{"options": 1}', whole.replace('"seed": 1', '"sed": 1')):
+    for damaged in ("", '{"options": 1}', whole.replace('"seed": 1', '"sed": 1')):
         result.write_text(damaged)
-        _, err = ran(capsys, "train", "--resume", out, status=1)
-        assert f"{result} is damaged" in err
-        assert "hint: delete it" in err
-    result.unlink()
-    line, _ = ran(capsys, "train", "--resume", out)
-    assert json.loads(whole)["test_accuracy"] == line["results"][1]["test_accuracy"]
+        line, _ = ran(capsys, "train", "--resume", out)
+        assert json.loads(whole)["test_accuracy"] == line["results"][1]["test_accuracy"]
     assert f"such as {out}/seed-0" in ran(capsys, "evaluate", out, status=1)[1]
     # before the first run
     last = [*words, "--runs", 2, "--seed", 2**63 - 1, "--out", tmp_path / "last"]
     _, err = ran(capsys, "train", *last, status=1)
     assert "--seed must be at most" in err
     assert not (tmp_path / "last").exists()
+
+
+def test_runs_that_fail_or_are_damaged(graph, tmp_path, capsys):
+    out = tmp_path / "out"
+    words = [graph, *OPTIONS, "--runs", 2, "--out", out]
+    # before the training: the same command can be given again
+    ran(capsys, "train", tmp_path / "none", *words[1:], status=1)
+    ran(capsys, "train", *words, "--keep", 2)
+    error = ran(capsys, "train", "--resume", out, "--epochs", 1, "--runs", 3, status=1)[1]
+    assert f"{out / 'seed-0'} has finished 2 epochs, more than --epochs 1" in error
+    assert json.loads((out / "runs.json").read_text())["runs"] == 2
+    last, before = last_checkpoint(out / "seed-1"), checkpoint_path(out / "seed-1", 1)
+    whole = last.read_bytes()
+    last.write_bytes(whole[:-1])
+    error = ran(capsys, "train", "--resume", out, "--runs", 3, status=1)[1]
+    assert f"delete {last}, and the same command resumes from {before.name}" in error
+    last.write_bytes(whole)
+    for text in (None, "{}", "{"):
+        (out / "runs.json").unlink()
+        if text is not None:
+            (out / "runs.json").write_text(text)
+        error = ran(capsys, "train", "--resume", out, "--runs", 2, status=1)[1]
+        assert f"copy {out / 'seed-0' / 'config.json'} to it, and resume with --runs N" in error
+        shutil.copy(out / "seed-0" / "config.json", out / "runs.json")
+        assert ran(capsys, "train", "--resume", out, "--runs", 2)[0]["runs"] == 2
 
 
 def test_runs_on_another_graph_are_not_averaged(graph, tmp_path, capsys):

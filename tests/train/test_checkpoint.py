@@ -60,6 +60,9 @@ def test_another_model_is_reported_with_its_first_difference(tmp_path):
         checkpoint.match(torch.nn.Linear(4, 5), saved, tmp_path / "c.pt")
     with pytest.raises(ValueError, match=r'Unexpected key.*"bias"'):
         checkpoint.match(torch.nn.Linear(3, 5, bias=False), saved, tmp_path / "c.pt")
+    for damaged in (0, "400", None, {"weight": 3, "bias": 1}):
+        with pytest.raises(ValueError, match=r"is a checkpoint of another model: \S+"):
+            checkpoint.match(torch.nn.Linear(3, 5), damaged, tmp_path / "c.pt")
 
 
 def save_without_end(path):

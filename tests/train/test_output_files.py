@@ -63,7 +63,9 @@ def warnings(text):
 def steps_in_tensorboard(run: Path):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = reader.EventAccumulator(str(run / "tensorboard")).Reload()
-    return [event.step for event in events.Scalars("loss")]
+    wanted = {"train/lr", "train/seeds", "valid/accuracy", "minibatch/accuracy", "time/epoch_s"}
+    assert wanted <= set(events.Tags()["scalars"])
+    return [event.step for event in events.Scalars("train/loss")]
 
 
 @restored_limit()

@@ -1,6 +1,7 @@
 """A run that ends in the middle resumes bit for bit, whatever state its options have."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -20,11 +21,13 @@ from training import (
 import gcnzc
 from gcnzc import prepare
 from gcnzc.graph.edge_split import EdgeShares
+from gcnzc.train import checkpoint
 from gcnzc.train.checkpoint import load_best
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.errors import Interrupted
 from gcnzc.train.run import train
 from gcnzc.train.run_folder import last_checkpoint
+from gcnzc.train.schema import read_schema
 
 SIZES = {"fanouts": (3, 3), "hidden": 8, "batch_size": 30, "epochs": 3, "lr": 0.01, "threads": 1}
 # by case: the graph, the options, and where the run ends: a stop request in a step of the run, or
@@ -108,8 +111,8 @@ def test_a_run_resumes_from_an_earlier_checkpoint(strategy, graphs, tmp_path):
         damaged.write_bytes(content)
         with pytest.raises(ValueError, match=f"{damaged} is damaged") as caught:
             train(config, tmp_path / "run")
-        assert f"or delete {damaged}, and `gcnzc train --resume" in str(caught.value)
-        assert f"resumes from {earlier.name}" in str(caught.value)
+        remedy = f"delete {damaged}, and the same command resumes from {earlier.name}"
+        assert remedy in str(caught.value)
         damaged.unlink()
     assert saved(tmp_path / "run")["in_epoch"]
     train(config, tmp_path / "run")
@@ -138,5 +141,18 @@ def test_the_best_model_is_that_of_the_checkpoint(graphs, tmp_path):
     for name, weights in load_best(run)["model"].items():
         assert torch.equal(weights, best["model"][name])
     assert [each["epoch"] for each in lines(run)] == list(range(SIZES["epochs"]))
-    (run / "best.pt").write_bytes(b"damaged")
+    for name in ("best.pt", "schema.json"):
+        (run / name).write_bytes(b"damaged")
     assert train(config, run)["best_epoch"] == load_best(run)["epoch"] + 1
+    assert read_schema(run).num_classes == 3
+    assert not (run / "workers.jsonl").exists()
+
+
+@pytest.mark.parametrize("epoch", [0, 7, math.nan, "3"])
+def test_a_checkpoint_of_another_epoch_than_its_record_is_damaged(epoch, graphs, tmp_path):
+    run = tmp_path / "run"
+    config = TrainConfig(data=graphs["nodes"], **(SIZES | {"epochs": 1}))
+    train(config, run)
+    checkpoint.save(last_checkpoint(run), saved(run) | {"epoch": epoch})
+    with pytest.raises(ValueError, match=f"is damaged: epoch is {epoch!r}, and the record has 1 "):
+        train(config.replace(resume=run), run)

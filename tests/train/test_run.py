@@ -204,7 +204,7 @@ def test_early_stopping_ends_a_run(config, tmp_path):
     line = train(config, tmp_path / "run", out := Listener())
     best = line["best_epoch"]
     assert line["epochs"] == best + 2 < 60
-    message = f"stopped after epoch {best + 2} (--patience 2): the last 2 evaluations found no "
+    message = f"stopped after epoch {best + 2}: --patience 2: the last 2 evaluations found no "
     assert out.said[-1] == f"{message}better model than that of epoch {best}"
     # a resumed run says it again
     train(config.replace(resume=tmp_path / "run"), tmp_path / "run", again := Listener())
