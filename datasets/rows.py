@@ -3,6 +3,7 @@
 Notation: N rows, D columns.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -22,6 +23,10 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 CHUNK_BYTES = 1 << 24
 # a larger number of columns means that the file is damaged
 MAX_COLUMNS = 1 << 24
+# largest ratio of the standard deviations of columns without a warning
+MAX_RATIO = 1000
+
+_log = logging.getLogger("gcnzc")
 
 
 # dtypes that numpy lacks or that are quantized, and the integer dtype of the same width in files
@@ -262,11 +267,24 @@ def convert_chunks(
     for chunk in rows.chunks(allocate):
         if chunk.shape[1] != rows.num_columns or done + len(chunk) > rows.num_rows:
             raise ValueError(_wrong_count(rows, f"more than {done:,}"))
+        if done == 0:
+            _warn_of_scales(chunk, rows.where)
         yield cast_finite(chunk, dtype, allow_nan, rows.where, done, rows.locate)
         done += len(chunk)
         progress("features", done, rows.num_rows)
     if done != rows.num_rows:
         raise ValueError(_wrong_count(rows, f"{done:,}"))
+
+
+def _warn_of_scales(chunk: Array, where: str) -> None:
+    """Warn if columns differ much in scale, in the first rows."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        scales = chunk.std(axis=0, dtype=np.float64)
+    scales = scales[scales > 0]  # not of constant columns
+    if len(scales) and scales.max() > MAX_RATIO * scales.min():
+        text = "warning: %s: the standard deviations of columns differ by a factor of %.0f; "
+        text += "standardize the columns, since those with the largest values dominate"
+        _log.warning(text, where, scales.max() / scales.min())
 
 
 def cast_finite(

@@ -43,7 +43,7 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
     except OSError as error:
         # writes to an open file do not name it
-        if error.errno is not None and error.filename is None:
+        if error.errno is not None and error.filename in (None, str(partial), partial):
             error.filename = str(path)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise FullDisk(error.errno, error.strerror, error.filename) from error

@@ -86,7 +86,9 @@ def report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         is_terminated = isinstance(error, Terminated)
         status = 128 + (signal.SIGTERM if is_terminated else signal.SIGINT)
-    return complain(message_of(error), status)
+    wrong, gap, remedy = message_of(error).partition("\n\n")
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return complain(f"{wrong}{notes}{gap}{remedy}", status)
 
 
 def message_of(error: BaseException) -> str:

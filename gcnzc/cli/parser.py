@@ -32,6 +32,18 @@ COMMANDS_HELP = "\n".join(
         "version. Every command has the option --debug, which prints the traceback of an error.",
     ]
 )
+# what the help on the values of an option uses
+TERMS = {
+    "strategy": (
+        "A rank is a worker. H is the number of local steps from one exchange to the next, and the "
+        "anchor has the parameters from which all workers have started them."
+    ),
+    "compress": (
+        "Compressions: float32, float16 and bfloat16 send all elements in that dtype; sign, int2, "
+        "int4, int8, float4_e3m0, float8_e4m3fn and float8_e5m2 send 1 to 8 bits of each; topk, "
+        "randomk, block, threshold and sparseloco send some, such as a hundredth with topk:0.01."
+    ),
+}
 METAVARS = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 
 
@@ -329,10 +341,14 @@ def _describe_value(row: Row, name: str) -> list[str]:
     if name not in row.of.targets:
         raise UsageError(not_among(row.flag, name, row.of.targets))
     own, lines = row.of.defaults.get(name, {}), [f"{row.flag} {name}: {row.of.summary(name)}", ""]
-    for key, each in row.of.arguments(name).items():
+    arguments = row.of.arguments(name)
+    for key, each in arguments.items():
         default = f"={shown(own[key])}" if key in own else _default(each.default)
         lines += _columns(f"  {key}{default}", _plain(each.help), 34)
-    return lines if len(lines) > 2 else [*lines, "  It has no options."]
+    if not arguments:
+        return [*lines, "  It has no options."]
+    terms = [text for word, text in TERMS.items() if word in (row.name, *arguments)]
+    return [*lines, *("\n" + textwrap.fill(text, WIDTH) for text in terms)]
 
 
 def _default(source: str | None) -> str:

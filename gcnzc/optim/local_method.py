@@ -132,7 +132,7 @@ class LocalMethod(WrappingOptimizer):
         group: the ranks that communicate; see `DistributedOptimizer`.
         local_steps: H; or "auto", the smallest H for which exchanges take at most `target` of the
             wall time and add at most 1/40 to the CPU time of the steps (`SyncInterval`).
-        compress: compression of the exchanged vectors; None for none.
+        compress: compression of the exchanged vectors; None sends them as they are.
         sharded: whether each rank gets only its shard of a mean, for outer state that is sharded
             over the ranks; not with compression.
         alone: whether a single rank also exchanges, with itself.

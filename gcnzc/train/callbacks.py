@@ -101,7 +101,7 @@ class Hooks:
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.methods = {
             event: [
-                getattr(each, event)
+                (f"{type(each).__qualname__}.{event}", getattr(each, event))
                 for each in callbacks
                 if getattr(getattr(each, event), "__func__", None) is not vars(Callback)[event]
             ]
@@ -115,7 +115,7 @@ class Hooks:
             PeerFailed: a callback failed on another worker; not in `on_step`, where nothing is
                 exchanged.
         """
-        for method in self.methods[event]:
+        for name, method in self.methods[event]:
             failure: Exception | None = None
             try:
                 method(run)
@@ -124,6 +124,8 @@ class Hooks:
             except WorkerLost:
                 raise  # the others see it, too
             except Exception as error:
+                # shown by tracebacks and `gcnzc train`; the type is the one that callers catch
+                vars(error)["__notes__"] = [f"raised by {name}"]
                 failure = error
             if event == "on_step" or run.group.world_size == 1:
                 if failure is not None:

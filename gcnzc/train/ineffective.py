@@ -11,6 +11,8 @@ from gcnzc.train.tracing import WARM_UP
 
 # a run of fewer steps than this hardly trains a model, and a shorter warm-up estimates no variance
 FEW_STEPS, SHORT_WARMUP_STEPS = 100, 10
+# of an epoch, whose progress is then hardly seen
+FEW_STEPS_OF_EPOCH = 3
 
 
 def ineffective_options(
@@ -28,14 +30,14 @@ def ineffective_options(
     training, strategy, trace = config.training, config.run.strategy, config.run.trace
     epochs, batch, optimizer = training.epochs, config.loading.batch_size, training.optimizer.name
     task, accumulate = config.graph.task.name, training.accumulate
-    if batch != "all" and epochs < FEW_STEPS and num_seeds < batch * workers * accumulate:
-        parts, option = "one minibatch", "--batch-size"
-        if num_seeds >= batch * workers:
-            parts, option = f"{accumulate} minibatches", "--accumulate"
+    if batch != "all" and steps < FEW_STEPS and steps <= FEW_STEPS_OF_EPOCH * epochs:
+        of_epoch, option = steps // epochs, "--batch-size"
+        if accumulate > 1 and num_seeds >= FEW_STEPS_OF_EPOCH * batch * workers:
+            option = "--accumulate"
         yield (
-            f"an epoch is a single step, since the {num_seeds:,} training "
-            f"{'edges' if task == 'link' else 'nodes'} fit into {parts} of each worker; use a "
-            f"smaller {option}, or more --epochs"
+            f"an epoch is {'a single step' if of_epoch == 1 else f'only {of_epoch} steps'} of "
+            f"{batch * workers * accumulate:,} of the {num_seeds:,} training "
+            f"{'edges' if task == 'link' else 'nodes'}; use a smaller {option}, or more --epochs"
         )
     warmup = warmup_steps(training, steps) if optimizer in ONE_BIT else None
     if warmup is not None and warmup < SHORT_WARMUP_STEPS:

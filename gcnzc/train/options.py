@@ -192,7 +192,7 @@ def read_options(path: Path, kind: type) -> dict[str, Any]:
     """
     is_json = path.suffix == ".json"
     try:
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode("utf-8-sig")
         table = json.loads(text, object_pairs_hook=_object) if is_json else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         remedy = "restore it from a copy" if is_json else "write lines such as `epochs = 20`"
@@ -201,11 +201,12 @@ def read_options(path: Path, kind: type) -> dict[str, Any]:
         ) from None
     if not isinstance(table, dict):
         raise ValueError(f"{path} has no options\n\nhint: `gcnzc train --help-all` lists them")
-    pairs = [
-        pair
-        for name, value in table.items()
-        for pair in (value.items() if isinstance(value, dict) else [(name, value)])
-    ]
+    groups = {row.group for row in rows(kind).values()}
+    pairs: list[tuple[str, Any]] = []
+    for name, value in table.items():
+        if isinstance(value, dict) and name not in groups:
+            raise ValueError(f"{path}: {not_among('table', name, sorted(groups))}")
+        pairs += value.items() if isinstance(value, dict) else [(name, value)]
     given = check_names(kind, pairs, f"{path}: ")
     for name, value in given.items():
         try:

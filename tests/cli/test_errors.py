@@ -276,12 +276,12 @@ def test_a_damaged_schema_is_reported(run, tmp_path, capsys, damage):
     assert f"schema.json is damaged: {next(iter(damage))} is" in answer_of(capsys, words, 1)
 
 
-def test_an_epoch_of_a_single_step_is_reported(graph, tmp_path, capsys):
+def test_an_epoch_of_few_steps_is_reported(graph, tmp_path, capsys):
     words = ["train", str(graph), *SMALL[:-4], "--epochs", "1", "--threads", "1"]
-    message = "warning: an epoch is a single step, since the"
-    assert message in ran(capsys, *words, "--out", tmp_path / "one")[1]
-    _, err = ran(capsys, *words, "--batch-size", 32, "--out", tmp_path / "several")
-    assert message not in err
+    for size, steps in ((1024, "a single step"), (500, "only 2 steps"), (32, None)):
+        err = ran(capsys, *words, "--batch-size", size, "--out", tmp_path / str(size))[1]
+        message = f"warning: an epoch is {steps} of {size:,} of the "
+        assert message in err if steps else "an epoch is" not in err
 
 
 def test_a_file_in_the_place_of_a_folder_is_named(run, tmp_path, capsys):

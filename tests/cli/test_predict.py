@@ -149,6 +149,8 @@ def test_graphs_and_ids_that_do_not_fit(run, tmp_path, capsys):
         (["--pairs", pairs], "is a node-classification run"),
     ):
         assert message in error_of(capsys, run, *words, "--out", out)
+    # before the run is read
+    assert "no file" in error_of(capsys, tmp_path / "none", "--nodes", "no.csv", "--out", out)
     for text, message in (
         ("node\nn1\nx\n", "ids.csv, line 3, column 'node': no node has the id 'x'"),
         ("name\nx\n", f"hint: correct {ids}: ids are those of the graph's source"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from command_runs import failed
 
+from gcnzc import compress
 from gcnzc.cli import main
 from gcnzc.cli.options import COMMANDS
 from gcnzc.cli.parser import parse
@@ -195,6 +196,10 @@ FILES = [
     ("c.json", b'{"epochs": ', "c.json is not JSON", "restore it from a copy"),
     ("c.json", b"[" * 100_000, "c.json is not JSON", "restore it from a copy"),
     ("c.json", b"[]", "c.json has no options", "`gcnzc train --help-all`"),
+    # after a byte order mark
+    ("c.toml", b"\xef\xbb\xbfepochs = 0", "--epochs must be at least 1", ""),
+    ("c.json", b'\xef\xbb\xbf{"epochs": 0}', "--epochs must be at least 1", ""),
+    ("c.toml", b"[trainng]\nepochs = 3", "c.toml: table: there is no 'trainng'", "mean training?"),
     ("c.toml", b"bach_size = 7", "c.toml: option: there is no 'bach_size'", "mean batch_size?"),
     ("c.json", b'{"heads": 4}', "c.json: option: there is no 'heads'", "choose one of"),
     ("c.toml", b'batch_size = "x"', "c.toml: --batch-size must be a whole number or all", ""),
@@ -205,7 +210,7 @@ FILES = [
     ("c.json", b'{"model": "mlp"}', "c.json: --model: there is no 'mlp'", "choose one of sage"),
     ("c.toml", b'model = "gat:head=2"', "c.toml: option of --model gat: there is", "mean heads?"),
     ("c.toml", b"batch-size = 7\nbatch_size = 8", "batch_size is given twice", ""),
-    ("c.toml", b"epochs = 3\n[more]\nepochs = 4", "c.toml: epochs is given twice", ""),
+    ("c.toml", b"epochs = 3\n[training]\nepochs = 4", "c.toml: epochs is given twice", ""),
     ("c.toml", b'resume = "x"', "c.toml: resume has no effect in a file", "use --resume"),
     ("c.toml", b'config = "x"', "c.toml: config has no effect in a file", "use --config"),
     ("c.toml", b'strategy = "muloco"\noptimizer = "adam"', "a strategy for muon", "omit --opt"),
@@ -279,6 +284,8 @@ def test_help_describes_each_option_and_each_value(capsys):
             # torch documents its options elsewhere
             assert each.help or row.of.targets[value][0].startswith("torch"), (value, option)
         words = " ".join(lines)
+        if "compress" in row.of.arguments(value):
+            assert all(each in words for each in compress.NAMES)
         assert not re.search(r"\b(?:None|True|False)\b|see `|=[A-Z](?!ALUE)", words), words
 
 

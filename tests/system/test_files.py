@@ -79,6 +79,12 @@ def test_a_file_is_on_the_disk_before_it_replaces_another(tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_that_cannot_be_written_is_named_without_its_temporary_file(tmp_path):
+    with pytest.raises(FileNotFoundError) as error:
+        write_text(tmp_path / "none" / "a", "new")
+    assert error.value.filename == str(tmp_path / "none" / "a")
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_named_with_what_helps(number, tmp_path):
     path = tmp_path / "a"

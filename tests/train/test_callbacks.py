@@ -119,15 +119,16 @@ def test_a_stopped_run_ends_as_after_its_last_epoch(event, epochs, graph, tmp_pa
     result = train(config, tmp_path / "run", listener, callbacks=[watch])
     assert result["epochs"] == epochs == len(lines(tmp_path / "run"))
     assert 0 <= result["test_accuracy"] <= 1
-    assert "enough" in listener.said
+    assert "stopped after epoch 1: enough" in listener.said
     assert watch.events[-1][0] == "on_end"
     assert (tmp_path / "run" / "result.json").exists()
 
 
 def test_an_error_of_a_callback_ends_the_run_which_can_be_resumed(graph, tmp_path):
     config = TrainConfig(data=graph, **SIZES, checkpoint_every_s=0)
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(KeyError, match="mine") as caught:
         train(config, tmp_path / "cut", callbacks=[Watch("on_step", 11, KeyError("mine"))])
+    assert "on_step" in caught.value.__notes__[0]
     train(config.replace(resume=tmp_path / "cut"), tmp_path / "cut", callbacks=[Watch()])
     train(config, tmp_path / "whole")
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
@@ -241,6 +242,11 @@ from gcnzc.train import Callback
 class Watch(Callback):
     def on_end(self, run):
         run.reporter.say(f"watched {run.epoch} epochs")
+
+
+class Broken(Callback):
+    def on_epoch(self, run):
+        raise KeyError("mine")
 """
 
 
@@ -252,6 +258,7 @@ def test_the_command_imports_callbacks_by_name(graph, tmp_path, monkeypatch, cap
     assert main([*map(str, words), "watching:Watch"]) == 0
     assert "watched 1 epochs" in capsys.readouterr().err
     for name, message in (
+        ("watching:Broken", "unexpected KeyError: 'mine' (raised by Broken.on_epoch)"),
         ("watching:Wach", "has no attribute 'Wach'"),
         ("none:Watch", "No module named 'none'"),
         ("watching", "--callback watching names no class"),
@@ -260,7 +267,7 @@ def test_the_command_imports_callbacks_by_name(graph, tmp_path, monkeypatch, cap
     ):
         error, hint = failed(capsys, [*words, name], 1)
         assert message in error
-        assert re.search("watch(ing)?:Watch|subclass", hint)
+        assert re.search("watch(ing)?:Watch|subclass|traceback", hint)
 
 
 def test_runs_are_logged_to_weights_and_biases(graph, tmp_path, monkeypatch):

@@ -304,7 +304,7 @@ def test_values_of_python_and_of_files_are_converted():
 def test_an_option_that_a_file_has_twice_is_refused(tmp_path):
     for name, text in (
         ("c.json", '{"epochs": 3, "epochs": 4}'),
-        ("c.toml", "epochs=3\n[x]\nepochs=4"),
+        ("c.toml", "epochs=3\n[training]\nepochs=4"),
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(UsageError, match="epochs is given twice"):

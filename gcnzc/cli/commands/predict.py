@@ -11,6 +11,7 @@ import numpy as np
 from gcnzc.cli.options import PredictConfig
 from gcnzc.cli.output import print_json
 from gcnzc.datasets.source import SPLITS
+from gcnzc.datasets.table_graph import open_table
 from gcnzc.system import files
 from gcnzc.train import evaluation
 from gcnzc.train.config import EvaluateConfig
@@ -29,6 +30,7 @@ def evaluate_command(config: EvaluateConfig, reporter: Reporter) -> None:
 def predict_command(config: PredictConfig, reporter: Reporter) -> None:
     """`gcnzc predict`."""
     began = time.perf_counter()
+    _check_nodes(config.nodes)
     trained = open_trained(config.run, config.data, config.device)
     is_replaced = config.out.exists()
     how = {
@@ -55,6 +57,21 @@ def predict_command(config: PredictConfig, reporter: Reporter) -> None:
     )
 
 
+def _check_nodes(nodes: str) -> None:
+    """Check what can be checked of --nodes before the graph is loaded."""
+    if nodes in ("all", *SPLITS):
+        return
+    if not Path(nodes).exists():
+        near = difflib.get_close_matches(nodes, ("all", *SPLITS), 1)
+        suggestion = f"did you mean {near[0]}? " if near else ""
+        raise FileNotFoundError(
+            f"--nodes: there is no file {nodes}\n\n"
+            f"hint: {suggestion}give all, train, valid, test or a file of ids"
+        )
+    if not nodes.endswith(".npy"):
+        open_table(Path(nodes))
+
+
 def _write_embeddings(
     config: PredictConfig, trained: Trained, how: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -73,13 +90,6 @@ def _write_nodes(config: PredictConfig, trained: Trained, how: Mapping[str, Any]
     nodes: str | Path = config.nodes
     if nodes not in ("all", *SPLITS):
         nodes = Path(nodes)
-        if not nodes.exists():
-            near = difflib.get_close_matches(config.nodes, ("all", *SPLITS), 1)
-            suggestion = f"did you mean {near[0]}? " if near else ""
-            raise FileNotFoundError(
-                f"--nodes: there is no file {config.nodes}\n\n"
-                f"hint: {suggestion}give all, train, valid, test or a file of ids"
-            )
     found = predict(trained, nodes=nodes, **how)
     fields = {"node": found.nodes, "class": found.classes}
     if config.probabilities:
