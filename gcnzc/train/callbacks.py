@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -92,6 +93,19 @@ def check_callback(given: object, name: str) -> None:
         )
 
 
+@contextmanager
+def named_errors(method: str) -> Iterator[None]:
+    """Within the `with`, name a method in the notes of errors, which keep their type.
+
+    Tracebacks of Python 3.11, and `gcnzc train`, show the notes.
+    """
+    try:
+        yield
+    except Exception as error:
+        vars(error)["__notes__"] = [f"raised by {method}"]
+        raise
+
+
 EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
 
 
@@ -118,14 +132,13 @@ class Hooks:
         for name, method in self.methods[event]:
             failure: Exception | None = None
             try:
-                method(run)
+                with named_errors(name):
+                    method(run)
             except StopTraining as reason:
                 run.ending = run.ending or reason
             except WorkerLost:
                 raise  # the others see it, too
             except Exception as error:
-                # shown by tracebacks and `gcnzc train`; the type is the one that callers catch
-                vars(error)["__notes__"] = [f"raised by {name}"]
                 failure = error
             if event == "on_step" or run.group.world_size == 1:
                 if failure is not None:

@@ -26,7 +26,7 @@ from gcnzc.loader.full_batch import FullBatchLoader
 from gcnzc.optim import resize_state
 from gcnzc.system import files
 from gcnzc.train import checkpoint, record
-from gcnzc.train.callbacks import Callback
+from gcnzc.train.callbacks import Callback, named_errors
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import EpochStats, Statistics, sum_stats
 from gcnzc.train.graph_files import check_files, describe_files
@@ -161,7 +161,8 @@ class Checkpoint(Callback):
             own["buffers"] = flat_buffers(run.model).cpu()
         callbacks: dict[str, list[Any]] = {}
         for each in self.callbacks:
-            state = checkpoint.to_plain(each.state_dict(), f"state of {_class_name(each)}")
+            with named_errors(f"{type(each).__qualname__}.state_dict"):
+                state = checkpoint.to_plain(each.state_dict(), f"state of {_class_name(each)}")
             callbacks.setdefault(_class_name(each), []).append(state)
         common = {
             "model": run.model.state_dict(),

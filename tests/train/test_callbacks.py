@@ -247,6 +247,11 @@ class Watch(Callback):
 class Broken(Callback):
     def on_epoch(self, run):
         raise KeyError("mine")
+
+
+class Unsaved(Callback):
+    def state_dict(self):
+        raise KeyError("mine")
 """
 
 
@@ -259,6 +264,7 @@ def test_the_command_imports_callbacks_by_name(graph, tmp_path, monkeypatch, cap
     assert "watched 1 epochs" in capsys.readouterr().err
     for name, message in (
         ("watching:Broken", "unexpected KeyError: 'mine' (raised by Broken.on_epoch)"),
+        ("watching:Unsaved", "unexpected KeyError: 'mine' (raised by Unsaved.state_dict)"),
         ("watching:Wach", "has no attribute 'Wach'"),
         ("none:Watch", "No module named 'none'"),
         ("watching", "--callback watching names no class"),
