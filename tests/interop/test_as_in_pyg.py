@@ -112,6 +112,7 @@ def test_loaders_have_the_attributes_of_pygs_loaders(data):
     assert loader.node_sampler.num_neighbors.get_values() == [3, 2]
     assert len(loader.node_sampler.num_neighbors) == 2
     links = LinkNeighborLoader(data, [3], data.edge_index[:, :9], torch.arange(9), **kwargs)
+    assert isinstance(links, pyg.loader.LinkNeighborLoader)
     assert repr(links) == "LinkNeighborLoader()"
     assert links.input_type is None
     assert torch.equal(links.input_data.row, data.edge_index[0, :9])

@@ -44,16 +44,6 @@ def epochs_of(loader, count):
     return [node_epoch(loader) for _ in range(count)]
 
 
-def test_loaders_are_instances_of_torchs_and_pygs_classes():
-    node, link = make(), LinkNeighborLoader(make_data(), [2])
-    for loader in (node, link):
-        assert isinstance(loader, torch.utils.data.DataLoader)
-    assert isinstance(node, pyg.loader.NeighborLoader)
-    assert isinstance(link, pyg.loader.LinkNeighborLoader)
-    dgl = pytest.importorskip("gcnzc.interop.dgl")
-    assert issubclass(dgl.DataLoader, torch.utils.data.DataLoader)
-
-
 def make_link_loader(**kwargs):
     edges = make_data().edge_index[:, :ITEMS]
     options = OPTIONS | {"neg_sampling": "binary"} | kwargs

@@ -174,16 +174,20 @@ def test_features_read_in_place_are_those_gathered_on_the_host(data):
 
 
 @pytest.mark.gpu
-def test_minibatches_on_a_gpu_equal_those_on_the_host(data):
-    options = {"batch_size": 9, "seed": 3, "time_attr": "born"}
-    other = NeighborLoader(data, [3, 2], "item", **options)
-    with NeighborLoader(data, [3, 2], "item", device="cuda", **options) as loader:
-        assert set(loader._found.read_in_place) == {("user", "x"), ("item", "x")}
+@pytest.mark.parametrize("kind", ["item", None])
+@pytest.mark.parametrize("sampling", [{}, {"time_attr": "born"}])
+def test_minibatches_on_a_gpu_equal_those_on_the_host(data, kind, sampling):
+    data = data if kind else data.node_type_subgraph(["item"]).to_homogeneous()
+    options = {"input_nodes": kind, "batch_size": 9, "seed": 3, **sampling}
+    other = NeighborLoader(data, [3, 2], **options)
+    with NeighborLoader(data, [3, 2], device="cuda", **options) as loader:
+        read = {("user", "x"), ("item", "x")} if kind else {("node", "x")}
+        assert set(loader._found.read_in_place) == read
         for mine, wanted in zip(loader, other, strict=True):
-            assert mine["user"].x.is_cuda
-            assert mine[BUYS].edge_index.is_cuda
+            assert all(store.x.is_cuda for store in mine.stores if "x" in store)
+            assert all(store.edge_index.is_cuda for store in mine.edge_stores)
             assert_equal(mine, wanted)
-        assert not loader([3])["user"].x.is_cuda
+        assert not loader([3]).node_stores[0].x.is_cuda
 
 
 CHANGES = {

@@ -89,14 +89,3 @@ def test_the_default_arguments_are_sampled_without_types(data):
     options = {"batch_size": 9, "seed": 1}
     given = (NeighborLoader(data, [3, 2], **options, **more) for more in (plain, {}))
     assert all(torch.equal(mine.e_id, other.e_id) for mine, other in zip(*given, strict=True))
-
-
-@pytest.mark.gpu
-def test_minibatches_on_a_gpu_equal_those_on_the_host(data):
-    options = {"batch_size": 9, "seed": 3, "time_attr": "born"}
-    other = NeighborLoader(data, [3, 2], **options)
-    with NeighborLoader(data, [3, 2], device="cuda", **options) as loader:
-        for mine, wanted in zip(loader, other, strict=True):
-            assert mine.edge_index.is_cuda
-            assert mine.batch.is_cuda
-            assert_equal(mine, wanted)

@@ -21,6 +21,8 @@ from gcnzc.interop.engine import EDGE, NODE, CscGraph, cached_graph, without_edg
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.system.arguments import describe
 
+_pyg = import_pyg()
+
 # a node type or an edge type, and the name of an attribute
 Key: TypeAlias = tuple[Any, str]
 Ids: TypeAlias = Mapping[Any, Tensor | None]
@@ -32,14 +34,13 @@ def is_typed(data: Any) -> bool:
     Raises:
         ValueError: it is neither.
     """
-    pyg = import_pyg().data
-    if not isinstance(data, pyg.Data | pyg.HeteroData):
+    if not isinstance(data, _pyg.data.Data | _pyg.data.HeteroData):
         what = "a tuple that is not a pair of stores" if isinstance(data, tuple) else describe(data)
         raise ValueError(
             f"data: gcnzc's loader does not support {what}\n\n"
             "hint: a Data, a HeteroData, or a pair (FeatureStore, GraphStore)"
         )
-    return isinstance(data, pyg.HeteroData)
+    return isinstance(data, _pyg.data.HeteroData)
 
 
 def part_of(data: Any, kind: Any) -> Any:
@@ -152,7 +153,7 @@ def _edge_index(edge_type: Any, store: Any, has_types: bool) -> Any:
     if edges is None and not has_types:
         # as PyG does
         return torch.empty((2, 0), dtype=torch.int64)
-    return edges.as_tensor() if isinstance(edges, import_pyg().EdgeIndex) else edges
+    return edges.as_tensor() if isinstance(edges, _pyg.EdgeIndex) else edges
 
 
 @dataclass(eq=False)
@@ -225,7 +226,7 @@ class Attributes:
             own = ids.get(kind)
             if own is not None and _is_on_host(value) == are_on_host:
                 own = own if are_on_host else own.to(value.device)
-                found[kind, name] = import_pyg().loader.utils.index_select(value, own, dim=dim)
+                found[kind, name] = _pyg.loader.utils.index_select(value, own, dim=dim)
         return found
 
 
@@ -276,7 +277,7 @@ def read_attributes(
                 value = torch.from_numpy(value)
             if isinstance(value, Tensor) and dim == 0:
                 found.columns[kind, name] = Column(label, value, numbers[kind], device, locks)
-            elif isinstance(value, Tensor | import_pyg().typing.TensorFrame):
+            elif isinstance(value, Tensor | _pyg.typing.TensorFrame):
                 found.others[kind, name] = value, dim
             else:
                 raise ValueError(f"{label} is {describe(value)}, which cannot be sliced")

@@ -29,7 +29,7 @@ from gcnzc.interop.pyg.arguments import (
     check_times,
     check_typed_tables,
 )
-from gcnzc.interop.pyg.graph import Attributes, Key, part_of, read_attributes
+from gcnzc.interop.pyg.graph import Attributes, Key, read_attributes
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.interop.pyg.links import LinkSeeds, NegativeNodes, cast_negative_sampling, link_seeds
 from gcnzc.interop.pyg.sampler import ARGUMENTS, NeighborSampler
@@ -226,7 +226,7 @@ class PygLoader(DropInLoader):
             values |= found.gather_in_place(ids, keys)
         values |= found.slice_on_gpus(batch.parts)
         for (kind, name), value in values.items():
-            part_of(data, kind)[name] = value
+            (data[kind] if self._csc.is_typed else data)[name] = value
         return data if self.transform is None else self.transform(data)
 
 
