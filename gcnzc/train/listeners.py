@@ -183,7 +183,7 @@ class Board(Callback):
         """See `Callback`."""
         if run.is_first:
             numbers = {tag_of(key): value for key, value in run.line.items() if key != "epoch"}
-            numbers["train/lr"] = run.optimizer.param_groups[0]["lr"]
+            numbers.setdefault("train/lr", run.optimizer.param_groups[0]["lr"])
             self.events.add(run.epoch, numbers)
             run.files.attempt(BOARD, self.events.append)
 
