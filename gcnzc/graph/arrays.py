@@ -22,6 +22,7 @@ from gcnzc.datasets.rows import (
 )
 from gcnzc.datasets.source import SPLITS, EdgeDefaults, Metric, check_ends, node_dtype, part_of
 from gcnzc.datasets.tables import END_NAMES
+from gcnzc.graph.graph import Graph
 from gcnzc.graph.values import split_of_words
 from gcnzc.system.arguments import check_integer, describe
 
@@ -106,8 +107,9 @@ def from_arrays(
     Args:
         edges: (2, E) node ids, sources then targets; a pair of (E,) ids; a pandas table of two
             columns; a SciPy matrix (N, N) whose stored elements are edges from row to column; a
-            networkx graph, whose nodes are numbered in their order; a PyG `Data` or a DGL graph
-            of one node type, whose features, labels and masks are the defaults of the arguments.
+            networkx graph, whose nodes are numbered in their order; a `Graph`, a PyG `Data` or a
+            DGL graph of one node type, whose features, labels and masks are the defaults of the
+            arguments.
             The edges of a directed graph object have the directions that are stored. For edges
             from arrays, tables or matrices, `prepare` adds the reverse edges by default if all
             edges go from a lower to a higher id, or all the other way.
@@ -175,6 +177,17 @@ def _read_object(edges: Any) -> dict[str, Any]:
     """Return `ends`, and what else the object of another library has, by argument names."""
     # of its base classes, too: users derive classes from those of networkx
     libraries = {kind.__module__.split(".")[0] for kind in type(edges).__mro__}
+    if isinstance(edges, Graph):
+        nodes = edges.nodes()
+        sources, targets = edges.coo()
+        return {
+            "ends": (sources.numpy(), targets.numpy()),
+            "num_nodes": nodes.num_nodes,
+            "default": AS_STORED,
+            "features": nodes.features,
+            "labels": nodes.labels,
+            "splits": nodes.split or None,
+        }
     if "networkx" in libraries:
         return _from_networkx(edges)
     if "pandas" in libraries:

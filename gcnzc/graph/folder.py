@@ -27,9 +27,7 @@ from gcnzc.datasets.store import HEADER_BYTES, HETERO_VERSION, front_of
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.graph.stored_features import (
-    FeatureDtype,
     FeatureLayout,
-    ScaleKind,
     choose_format,
     features_to_tensors,
     to_tensor,
@@ -41,38 +39,32 @@ from gcnzc.graph.values import check_classes, check_parts
 
 def save(
     graph: Graph,
-    dest: str | Path,
+    dest: Path,
+    layout: FeatureLayout,
+    origin: Mapping[str, Any],
     *,
-    feature_dtype: FeatureDtype | None = None,
-    scales: ScaleKind = "row",
-    pitch_bytes: int | None = None,
-    allow_nan: bool = False,
-    origin: Mapping[str, Any] | None = None,
-    progress: Progress = no_progress,
+    allow_nan: bool,
+    progress: Progress,
 ) -> None:
-    """Write a prepared folder, which `load` memory-maps.
+    """Write a prepared folder, which `load` memory-maps; see `gcnzc.prepare`.
 
     The folder appears atomically when it is complete, and `meta.json` has a checksum of each file.
 
     Args:
         graph: is checked first.
         dest: the folder to write; must not exist.
-        feature_dtype: dtype of the stored features of nodes; see `gcnzc.prepare`. Features of
-            edges are stored with the default dtype.
-        scales: see `gcnzc.prepare`.
-        pitch_bytes: see `gcnzc.prepare`.
-        allow_nan: accept features that are not finite.
+        layout: of the features of nodes; those of edges are stored with the default dtype.
         origin: provenance of the graph, for `meta.json`.
+        allow_nan: accept features that are not finite.
         progress: called as `progress(what, done, total)`.
 
     Raises:
         FileExistsError: `dest` exists.
-        ValueError: features are not finite, or an option does not apply to them.
+        ValueError: features are not finite, or `layout` does not apply to them.
         RuntimeError: the disk is full, or another process is writing `dest`.
     """
     graph.check()
-    layout = FeatureLayout(feature_dtype, scales, False, pitch_bytes)
-    with store.atomic_folder(Path(dest), _needed_bytes(graph)) as folder:
+    with store.atomic_folder(dest, _needed_bytes(graph)) as folder:
         writer = store.Writer(folder, progress)
         allocate = store.scratch_allocator(folder)
         nodes, edges = [], []
@@ -82,7 +74,7 @@ def save(
         for number, edge_type in enumerate(graph.edge_types):
             own = writer.within(front_of("edges", number))
             edges.append(_save_edges(own, edge_type, graph.edges(edge_type), allow_nan, allocate))
-        about = {"format": "hetero"} | dict(origin or {})
+        about = {"format": "hetero"} | dict(origin)
         meta = {"name": graph.name, "nodes": nodes, "edges": edges, "origin": about}
         meta |= {} if graph.time_unit is None else {"time_unit": graph.time_unit}
         writer.finish(meta, HETERO_VERSION)

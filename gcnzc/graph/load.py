@@ -61,10 +61,6 @@ from gcnzc.graph.stored_features import (
 from gcnzc.graph.stores import NodeStore
 
 _log = logging.getLogger("gcnzc")
-PREPARED = (
-    "edges and splits are those that it was prepared with\n\n"
-    "hint: prepare it again from its source, with --bidirected or --split"
-)
 
 
 @dataclass(frozen=True)
@@ -137,7 +133,8 @@ def load(
     path = Path(path)
     if store.is_hetero(path) or is_hetero_layout(path):
         refuse_options(path, self_loops=(self_loops, "keep"), duplicates=(duplicates, "keep"))
-        return _load_typed(path, name, bool(bidirected), split, allow_nan)
+        typed = read_typed(path, name, split, bool(bidirected), allow_nan, no_progress)
+        return _typed_dataset(*typed, path)
     options = GraphOptions(bidirected, self_loops, duplicates, allow_nan)
     source = open_source(path, name, split)
     if source is None:
@@ -174,17 +171,28 @@ def load(
     )
 
 
-def _load_typed(
-    path: Path, name: str | None, reverse: bool, split: str | int | None, allow_nan: bool
-) -> Dataset:
+def read_typed(
+    path: Path,
+    name: str | None,
+    split: str | int | None,
+    reverse: bool,
+    allow_nan: bool,
+    progress: Progress,
+) -> tuple[Graph, dict[str, Any]]:
+    """Return a graph of several types from a prepared folder or OGB's layout, and its origin."""
     if store.is_hetero(path):
         if reverse or split is not None:
-            raise ValueError(f"{path} is prepared: {PREPARED}")
-        graph, origin = folder.load(path), folder.info(path)["origin"]
-    else:
-        arrays = OgbHetero(path, name, None if split is None else str(split)).read(no_progress)
-        graph = from_hetero_arrays(arrays, str(path), reverse=reverse, allow_nan=allow_nan)
-        origin = origin_of(arrays, reverse)
+            raise ValueError(
+                f"{path} is prepared: edges and splits are those that it was prepared with\n\n"
+                "hint: prepare it again from its source, with --bidirected or --split"
+            )
+        return folder.load(path), folder.info(path)["origin"]
+    arrays = OgbHetero(path, name, None if split is None else str(split)).read(progress)
+    graph = from_hetero_arrays(arrays, str(path), reverse=reverse, allow_nan=allow_nan)
+    return graph, origin_of(arrays, reverse)
+
+
+def _typed_dataset(graph: Graph, origin: dict[str, Any], path: Path) -> Dataset:
     labelled = [each for each in graph.node_types if graph.nodes(each).labels is not None]
     return Dataset(
         graph,

@@ -9,7 +9,7 @@ import numpy as np
 
 from gcnzc.datasets import names, store
 from gcnzc.datasets.generated import are_percentages
-from gcnzc.datasets.ogb_hetero import OgbHetero, is_hetero_layout, is_hetero_name
+from gcnzc.datasets.ogb_hetero import is_hetero_layout, is_hetero_name
 from gcnzc.datasets.rows import Array, Progress, Rows, no_progress, normalize_rows
 from gcnzc.datasets.source import (
     SPLITS,
@@ -24,9 +24,8 @@ from gcnzc.datasets.store import HEADER_BYTES, Prepared
 from gcnzc.graph import folder
 from gcnzc.graph.arrays import from_arrays
 from gcnzc.graph.edge_split import EdgeShares, split_edges, with_sorted_columns
-from gcnzc.graph.graph import Duplicates, Graph, Loops
+from gcnzc.graph.graph import EDGE, Duplicates, Graph, Loops
 from gcnzc.graph.load import (
-    PREPARED,
     GraphOptions,
     LoadedGraph,
     find_named,
@@ -34,11 +33,11 @@ from gcnzc.graph.load import (
     open_named,
     open_source,
     read_graph,
+    read_typed,
     refuse_nan,
     refuse_options,
     verify_prepared,
 )
-from gcnzc.graph.ogb import from_hetero_arrays, origin_of
 from gcnzc.graph.stored_features import (
     FeatureDtype,
     FeatureLayout,
@@ -169,7 +168,7 @@ def prepare(
             "labels, splits and num_nodes apply to a graph in memory, but the source is "
             f"{source}\n\nhint: pass the graph as edges= instead, or write the arrays into an .npz"
         )
-    typed = source if isinstance(source, Graph) else _find_typed(source, dest, download, progress)
+    typed = source if _is_typed(source) else _find_typed(source, dest, download, progress)
     if typed is not None:
         refuse_options(
             typed,
@@ -185,13 +184,18 @@ def prepare(
         # the folder of a download need not have the name of the dataset
         if name is None and isinstance(source, str) and typed != Path(source):
             name = source
-        _write_typed(
-            *_read_typed(typed, name, split, bool(bidirected), allow_nan, progress),
-            dest,
-            FeatureLayout(feature_dtype, scales, False, pitch_bytes),
-            allow_nan,
-            progress,
-        )
+        origin: dict[str, Any] = {}
+        if isinstance(typed, Graph):
+            if bidirected or split is not None:
+                raise ValueError(f"{typed} has the edges and splits that it was built with")
+            graph = typed
+        else:
+            if store.is_hetero(typed):
+                # otherwise the new folder would have valid checksums of damaged data
+                folder.verify(typed, progress)
+            graph, origin = read_typed(typed, name, split, bool(bidirected), allow_nan, progress)
+        layout = FeatureLayout(feature_dtype, scales, False, pitch_bytes)
+        folder.save(graph, dest, layout, origin, allow_nan=allow_nan, progress=progress)
         return
     dataset = source
     if isinstance(source, str | Path):
@@ -219,48 +223,6 @@ def _find_typed(source: Any, dest: Path, download: bool, progress: Progress) -> 
     if not path.exists() and is_hetero_name(str(source)):
         return find_named(str(source), dest.parent / "downloads", download, progress)
     return path if is_hetero_layout(path) or store.is_hetero(path) else None
-
-
-def _read_typed(
-    source: Path | Graph,
-    name: str | None,
-    split: str | int | None,
-    reverse: bool,
-    allow_nan: bool,
-    progress: Progress,
-) -> tuple[Graph, dict[str, Any]]:
-    """Return a graph of several types, and its origin."""
-    is_prepared = isinstance(source, Graph) or store.is_hetero(source)
-    if is_prepared and (reverse or split is not None):
-        raise ValueError(f"{source} is prepared: {PREPARED}")
-    if isinstance(source, Graph):
-        return source, {}
-    if is_prepared:
-        folder.verify(source, progress)
-        return folder.load(source), folder.info(source)["origin"]
-    arrays = OgbHetero(source, name, None if split is None else str(split)).read(progress)
-    graph = from_hetero_arrays(arrays, str(source), reverse=reverse, allow_nan=allow_nan)
-    return graph, origin_of(arrays, reverse)
-
-
-def _write_typed(
-    graph: Graph,
-    origin: dict[str, Any],
-    dest: Path,
-    layout: FeatureLayout,
-    allow_nan: bool,
-    progress: Progress,
-) -> None:
-    folder.save(
-        graph,
-        dest,
-        feature_dtype=layout.dtype,
-        scales=layout.scales,
-        pitch_bytes=layout.pitch_bytes,
-        allow_nan=allow_nan,
-        origin=origin,
-        progress=progress,
-    )
 
 
 @dataclass(frozen=True)
@@ -381,7 +343,12 @@ def _source_and_dest(source: Any, dest: str | Path | None, edges: Any) -> tuple[
 
 def _is_path_or_source(source: Any) -> bool:
     """Whether `source` is a path, a name or a `Source`, rather than edges or a graph object."""
-    return isinstance(source, str | Path | Graph) or hasattr(source, "split_name")
+    is_path = isinstance(source, str | Path)
+    return is_path or _is_typed(source) or hasattr(source, "split_name")
+
+
+def _is_typed(source: Any) -> bool:
+    return isinstance(source, Graph) and source.edge_types != [EDGE]
 
 
 def _with_split_edges(loaded: LoadedGraph, shares: EdgeShares) -> LoadedGraph:

@@ -108,6 +108,20 @@ def test_features_labels_and_masks_of_pyg_and_dgl_objects_are_used(make, expecte
     check_equal(gcnzc.load(tmp_path / "data"), expected)
 
 
+def test_a_graph_is_prepared_with_what_its_nodes_have(expected, tmp_path):
+    gcnzc.prepare(expected.graph, tmp_path / "data")
+    check_equal(gcnzc.load(tmp_path / "data"), expected)
+    plain = gcnzc.Graph(expected.graph.indptr, expected.graph.indices)
+    gcnzc.prepare(plain, tmp_path / "plain", features=expected.features)
+    found = gcnzc.load(tmp_path / "plain")
+    assert torch.equal(found.graph.indices, plain.indices)
+    assert torch.equal(found.features, expected.features)
+    typed = gcnzc.Graph.from_arrays({"u": 3}, {("u", "to", "u"): torch.tensor([[0], [1]])})
+    for options in ({"bidirected": True}, {"split": 0}):
+        with pytest.raises(ValueError, match="that it was built with"):
+            gcnzc.prepare(typed, tmp_path / "typed", **options)
+
+
 def test_the_order_of_numbered_networkx_nodes_is_not_guessed(tmp_path):
     # edges alone add the nodes in the order in which they occur first
     graph = networkx.DiGraph([(4, 0), (0, 3), (3, 1), (1, 2)])
