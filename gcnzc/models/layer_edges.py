@@ -5,6 +5,7 @@ block of all edge types, C columns: one for each destination and each edge type 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,13 +91,7 @@ class LayerEdges:
         return gcn_scales_reference(self.indptr, self.target_degrees, row_dtype)
 
     def gat_aggregate(
-        self,
-        rows_SHF: Tensor,
-        scores: Tensor,
-        target_scores: Tensor,
-        *,
-        dropout: float = 0.0,
-        seed: int = 0,
+        self, rows_SHF: Tensor, scores: Tensor, target_scores: Tensor, **training: Any
     ) -> Tensor:
         """Return GAT's weighted sums, see `gcnzc.kernels.aggregate.gat`.
 
@@ -104,31 +99,17 @@ class LayerEdges:
             rows_SHF: (S, H, F) projected rows of the sources; or (S, 1, F), a row for all heads.
             scores: (S, H) terms of the sources in the attention scores.
             target_scores: (T, H) terms of the targets.
-            dropout: probability of an attention weight to be zeroed.
-            seed: random seed of the dropout.
+            training: `dropout`, the probability of an attention weight to be zeroed, and the
+                random `seed` of the dropout.
 
         Returns:
             (T, H, F).
         """
-        return gat_aggregate(
-            self.indptr,
-            self.indices,
-            rows_SHF,
-            scores,
-            target_scores,
-            self_index=self.self_index,
-            dropout=dropout,
-            seed=seed,
-        )
+        training["self_index"] = self.self_index
+        return gat_aggregate(self.indptr, self.indices, rows_SHF, scores, target_scores, **training)
 
     def gatv2_aggregate(
-        self,
-        rows_SHF: Tensor,
-        targets_THF: Tensor,
-        attention_HF: Tensor,
-        *,
-        dropout: float = 0.0,
-        seed: int = 0,
+        self, rows_SHF: Tensor, targets_THF: Tensor, attention_HF: Tensor, **training: Any
     ) -> Tensor:
         """Return GATv2's weighted sums, see `gcnzc.kernels.aggregate.gatv2`.
 
@@ -136,21 +117,15 @@ class LayerEdges:
             rows_SHF: (S, H, F) projected rows of the sources.
             targets_THF: (T, H, F) projected rows of the targets.
             attention_HF: (H, F) attention vectors.
-            dropout: probability of an attention weight to be zeroed.
-            seed: random seed of the dropout.
+            training: `dropout`, the probability of an attention weight to be zeroed, and the
+                random `seed` of the dropout.
 
         Returns:
             (T, H, F).
         """
+        training["self_index"] = self.self_index
         return gatv2_aggregate(
-            self.indptr,
-            self.indices,
-            rows_SHF,
-            targets_THF,
-            attention_HF,
-            self_index=self.self_index,
-            dropout=dropout,
-            seed=seed,
+            self.indptr, self.indices, rows_SHF, targets_THF, attention_HF, **training
         )
 
 

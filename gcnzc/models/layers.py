@@ -266,10 +266,8 @@ class GINLayer(Layer):
         return self.second(functional.relu(out, inplace=True))
 
 
-class GATLayer(Layer):
-    """Attention over the in-neighbours and the target itself: Veličković et al., 2018.
-
-    Like PyG's `GATConv`, with an optional linear skip connection.
+class AttentionLayer(Layer):
+    """Base class of the layers with attention over the in-neighbours and the target itself.
 
     Args:
         in_features: columns of the input.
@@ -278,10 +276,8 @@ class GATLayer(Layer):
         concatenate: concatenate the outputs of the heads instead of averaging them.
         dropout: probability that an attention weight is zeroed during training.
         skip: add a linear projection of the target's input to its output.
-        bias: add a bias to the output.
+        bias: whether the layer has biases.
     """
-
-    has_scores = True
 
     def __init__(
         self,
@@ -295,25 +291,51 @@ class GATLayer(Layer):
         bias: bool = True,
     ) -> None:
         super().__init__(in_features, out_features, heads)
+        self.concatenate, self.dropout = concatenate, dropout
+        self.add_weights(bias)
         columns = heads * out_features if concatenate else out_features
-        self.concatenate = concatenate
-        self.dropout = dropout
-        self.weight = nn.Parameter(torch.empty(heads, out_features, in_features))
-        self.source_attention = nn.Parameter(torch.empty(heads, out_features))
-        self.target_attention = nn.Parameter(torch.empty(heads, out_features))
         self.bias = nn.Parameter(torch.empty(columns)) if bias else None
         self.skip = nn.Linear(in_features, columns) if skip else None
         self.reset_parameters()
+
+    def add_weights(self, bias: bool) -> None:
+        """Add the parameters of projections and attention."""
+        raise NotImplementedError(f"{type(self).__name__} must implement add_weights()")
+
+    def reset_parameters(self) -> None:
+        """Reset the bias to zero, and the skip connection as `torch.nn.Linear` does."""
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+        if self.skip is not None:
+            self.skip.reset_parameters()
+
+    def add_skip(self, out: Tensor, x_target: Tensor) -> Tensor:
+        """Return the sum of an output and of the skip connection, if there is one."""
+        return out if self.skip is None else self.skip(x_target).add_(out)
+
+
+class GATLayer(AttentionLayer):
+    """Attention over the in-neighbours and the target itself: Veličković et al., 2018.
+
+    Like PyG's `GATConv`, with an optional linear skip connection; `bias` is that of the output. For
+    the arguments, see `AttentionLayer`.
+    """
+
+    has_scores = True
+
+    def add_weights(self, bias: bool) -> None:
+        """See `AttentionLayer`."""
+        heads, columns = self.heads, self.out_features
+        self.weight = nn.Parameter(torch.empty(heads, columns, self.in_features))
+        self.source_attention = nn.Parameter(torch.empty(heads, columns))
+        self.target_attention = nn.Parameter(torch.empty(heads, columns))
 
     def reset_parameters(self) -> None:
         """Reset all weights as PyG does: Glorot initialization over all heads, and a zero bias."""
         nn.init.xavier_uniform_(self.weight.view(-1, self.in_features))
         nn.init.xavier_uniform_(self.source_attention)
         nn.init.xavier_uniform_(self.target_attention)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-        if self.skip is not None:
-            self.skip.reset_parameters()
+        super().reset_parameters()
 
     def project(self, x: Tensor) -> Tensor:
         """Return W x of all heads, see `Layer.project`."""
@@ -362,7 +384,7 @@ class GATLayer(Layer):
         if not self.concatenate:
             out = out.view(-1, self.heads, self.out_features).mean(1)
             out = out if self.bias is None else add_bias_(out, self.bias)
-        return out if self.skip is None else self.skip(x_target).add_(out)
+        return self.add_skip(out, x_target)
 
     def forward(self, block: Block, x_source: Tensor, x_target: Tensor) -> Tensor:
         """See `Layer.forward`.
@@ -392,45 +414,22 @@ class GATLayer(Layer):
         )
 
 
-class GATv2Layer(Layer):
+class GATv2Layer(AttentionLayer):
     """Dynamic attention over the in-neighbours and the target itself: Brody et al., 2022.
 
     Like PyG's `GATv2Conv` with separate weights for sources and targets, with an optional linear
-    skip connection.
-
-    Args:
-        in_features: columns of the input.
-        out_features: columns of each head.
-        heads: number of heads.
-        concatenate: concatenate the outputs of the heads instead of averaging them.
-        dropout: probability that an attention weight is zeroed during training.
-        skip: add a linear projection of the target's input to its output.
-        bias: add a bias to the output and to both projections.
+    skip connection; `bias` is for the output and for both projections. For the arguments, see
+    `AttentionLayer`.
     """
 
     must_project_first = True
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        heads: int,
-        *,
-        concatenate: bool,
-        dropout: float,
-        skip: bool,
-        bias: bool = True,
-    ) -> None:
-        super().__init__(in_features, out_features, heads)
-        columns = heads * out_features if concatenate else out_features
-        self.concatenate = concatenate
-        self.dropout = dropout
-        self.source = nn.Linear(in_features, heads * out_features, bias)
-        self.target = nn.Linear(in_features, heads * out_features, bias)
-        self.attention = nn.Parameter(torch.empty(heads, out_features))
-        self.bias = nn.Parameter(torch.empty(columns)) if bias else None
-        self.skip = nn.Linear(in_features, columns) if skip else None
-        self.reset_parameters()
+    def add_weights(self, bias: bool) -> None:
+        """See `AttentionLayer`."""
+        columns = self.heads * self.out_features
+        self.source = nn.Linear(self.in_features, columns, bias)
+        self.target = nn.Linear(self.in_features, columns, bias)
+        self.attention = nn.Parameter(torch.empty(self.heads, self.out_features))
 
     def reset_parameters(self) -> None:
         """Reset all weights as PyG does: Glorot initialization, and a zero bias of the output."""
@@ -438,10 +437,7 @@ class GATv2Layer(Layer):
             linear.reset_parameters()
             nn.init.xavier_uniform_(linear.weight)
         nn.init.xavier_uniform_(self.attention)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-        if self.skip is not None:
-            self.skip.reset_parameters()
+        super().reset_parameters()
 
     def project(self, x: Tensor) -> Tensor:
         """Return W x + b of the sources and all heads, see `Layer.project`."""
@@ -461,7 +457,7 @@ class GATv2Layer(Layer):
         out = out_THF.flatten(1) if self.concatenate else out_THF.mean(1)
         if self.bias is not None:
             out = out + self.bias.to(out.dtype)
-        return out if self.skip is None else self.skip(x_target).add_(out)
+        return self.add_skip(out, x_target)
 
 
 def random_seed() -> int:

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from gcnzc.models.stack import Model, check_probability
 from gcnzc.sampling.batch import Block
+from gcnzc.system.arguments import check_integer
 
 # pairs scored at once without gradients: two rows of 256 float32 for each take 128 MB
 PAIRS_PER_CHUNK = 1 << 16
@@ -49,12 +50,7 @@ class HadamardMLP(nn.Module):
 
     def __init__(self, columns: int, num_layers: int = 3, dropout: float = 0.0) -> None:
         super().__init__()
-        if num_layers < 1:
-            raise ValueError(
-                f"num_layers must be at least 1, got {num_layers}\n\n"
-                "hint: `Dot` is a decoder without layers"
-            )
-        widths = [columns] * num_layers + [1]
+        widths = [columns] * check_integer("num_layers", num_layers, 1) + [1]
         self.layers = nn.ModuleList(nn.Linear(*ends) for ends in pairwise(widths))
         self.dropout = check_probability("dropout", dropout)
 

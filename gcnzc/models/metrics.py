@@ -1,14 +1,15 @@
 """Losses, and the metrics of OGB's evaluators for nodes and links."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-# metrics that order the nodes by one column of logits, and have no value for several classes
-RANKING = ("rocauc", "average_precision")
+# metrics that order the nodes by one column of logits, and have no value for several classes; with
+# the functions of scikit-learn
+RANKING = {"rocauc": "roc_auc_score", "average_precision": "average_precision_score"}
 
 F1 = ("f1_micro", "f1_macro")
 
@@ -103,9 +104,8 @@ def score(
     if metric in RANKING:
         if labels.ndim == 1:
             logits, labels = logits[:, 1:2] - logits[:, 0:1], labels[:, None].float()
-        measure = _roc_area if metric == "rocauc" else _average_precision
         result[metric] = {
-            name: _mean_over_columns(logits[rows], labels[rows], measure)
+            name: _mean_over_columns(logits[rows], labels[rows], metric)
             for name, rows in splits.items()
         }
     elif metric in F1:
@@ -115,9 +115,7 @@ def score(
     return result
 
 
-def _mean_over_columns(
-    logits: Tensor, labels: Tensor, measure: Callable[[Tensor, Tensor], float]
-) -> float:
+def _mean_over_columns(logits: Tensor, labels: Tensor, metric: str) -> float:
     # OGB excludes columns whose labels are all equal from the mean, since they have no ranking
     values = []
     for column in range(labels.shape[1]):
@@ -125,7 +123,7 @@ def _mean_over_columns(
         truth = labels[known, column]
         if len(truth) and truth.min() != truth.max():
             check_rankable("logits", logits[known, column])
-            values.append(measure(truth, logits[known, column]))
+            values.append(_measure(RANKING[metric], truth, logits[known, column]))
     return sum(values) / len(values) if values else math.nan
 
 
@@ -150,17 +148,12 @@ def _f1(logits: Tensor, labels: Tensor, metric: str) -> float:
     return (2 * both / either.clamp(min=1)).mean().item()
 
 
-def _average_precision(truth: Tensor, scores: Tensor) -> float:
-    from sklearn.metrics import average_precision_score
-
-    return float(average_precision_score(truth.numpy(), scores.numpy()))
-
-
-def _roc_area(truth: Tensor, scores: Tensor) -> float:
+def _measure(name: str, truth: Tensor, scores: Tensor) -> float:
+    """Return a metric of scikit-learn, given the name of its function."""
     # importing scikit-learn takes a second, and most runs only compute the accuracy
-    from sklearn.metrics import roc_auc_score
+    from sklearn import metrics
 
-    return float(roc_auc_score(truth.numpy(), scores.numpy()))
+    return float(getattr(metrics, name)(truth.numpy(), scores.numpy()))
 
 
 def check_rankable(name: str, scores: Tensor) -> None:
@@ -182,7 +175,7 @@ def auc(positives: Tensor, negatives: Tensor) -> float:
     """
     negatives = negatives.flatten()
     truth = torch.cat([torch.ones(len(positives)), torch.zeros(len(negatives))])
-    return _roc_area(truth, torch.cat([positives, negatives]))
+    return _measure("roc_auc_score", truth, torch.cat([positives, negatives]))
 
 
 def hits(positives: Tensor, negatives: Tensor, k: int) -> float:
@@ -240,10 +233,7 @@ def score_pairs(positives: Tensor, negatives: Tensor, metric: str) -> dict[str, 
             no positives or no negatives; or a score is NaN or infinite.
     """
     if not len(positives) or not negatives.numel():
-        raise ValueError(
-            f"{len(positives):,} positive and {negatives.numel():,} negative pairs\n\n"
-            "hint: a score needs at least one of each"
-        )
+        raise ValueError("a score needs at least one positive and one negative pair")
     k = metric.removeprefix("hits@")
     is_hits = k != metric and k.isdecimal() and int(k) > 0
     check_rankable("positives", positives)
@@ -256,12 +246,8 @@ def score_pairs(positives: Tensor, negatives: Tensor, metric: str) -> dict[str, 
         result["mrr"] = (1 / positions).mean().item()
         result |= {f"hits@{k}": (positions <= k).float().mean().item() for k in HITS_K}
     elif metric != "auc":
-        shape = tuple(negatives.shape)
-        cause = f"unknown metric {metric}"
-        if metric == "mrr":
-            cause = f"mrr needs negatives of shape (P, K) for P edges, got {shape}"
         raise ValueError(
-            f"{cause}\n\n"
+            f"the metric {metric} does not fit negatives of shape {tuple(negatives.shape)}\n\n"
             "hint: use auc, hits@K such as hits@50, or mrr with a row of negatives for each edge"
         )
     return result

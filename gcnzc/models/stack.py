@@ -9,7 +9,14 @@ from torch import Tensor, nn
 
 from gcnzc.kernels.aggregate.dropout import dropout, elu_dropout_, relu_dropout_
 from gcnzc.models.autocast import compute_dtype, normalize
-from gcnzc.models.layers import GATLayer, GATv2Layer, Layer, SAGELayer, random_seed
+from gcnzc.models.layers import (
+    AttentionLayer,
+    GATLayer,
+    GATv2Layer,
+    Layer,
+    SAGELayer,
+    random_seed,
+)
 from gcnzc.sampling.batch import Block
 from gcnzc.system.arguments import check_choice, check_flag, check_integer, check_number
 
@@ -356,14 +363,12 @@ def initialize(layers: Iterable[nn.Module], init: str) -> None:
             nn.init.xavier_normal_(layer.weight.view(-1, layer.in_features), gain)
             _attention_normal_(layer.source_attention, gain)
             _attention_normal_(layer.target_attention, gain)
-            _reset_skip(layer.skip, gain)
         elif isinstance(layer, GATv2Layer):
-            for linear in (layer.source, layer.target):
-                nn.init.xavier_normal_(linear.weight, gain)
-                if linear.bias is not None:
-                    nn.init.zeros_(linear.bias)
+            _linear_normal_(layer.source, gain)
+            _linear_normal_(layer.target, gain)
             _attention_normal_(layer.attention, gain)
-            _reset_skip(layer.skip, gain)
+        if isinstance(layer, AttentionLayer) and layer.skip is not None:
+            _linear_normal_(layer.skip, gain)
 
 
 def _attention_normal_(attention_HF: Tensor, gain: float) -> None:
@@ -372,7 +377,7 @@ def _attention_normal_(attention_HF: Tensor, gain: float) -> None:
     nn.init.normal_(attention_HF, std=gain * math.sqrt(2 / (columns + heads * columns)))
 
 
-def _reset_skip(skip: nn.Linear | None, gain: float) -> None:
-    if skip is not None:
-        nn.init.xavier_normal_(skip.weight, gain)
-        nn.init.zeros_(skip.bias)
+def _linear_normal_(linear: nn.Linear, gain: float) -> None:
+    nn.init.xavier_normal_(linear.weight, gain)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)

@@ -25,7 +25,7 @@ def test_dot_and_mlp_by_hand():
     expected = second((first(source * target)).clamp(min=0))[:, 0]
     torch.testing.assert_close(mlp(source, target), expected)
     assert HadamardMLP(4, 1)(source, target).shape == (7,)
-    with pytest.raises(ValueError, match="num_layers must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_layers is 0, but must be at least 1"):
         HadamardMLP(4, 0)
     with pytest.raises(ValueError, match="dropout"):
         HadamardMLP(4, 2, dropout=2.0)

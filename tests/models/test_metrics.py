@@ -159,7 +159,7 @@ def test_metrics_of_pairs_that_are_unknown_or_have_no_score_are_rejected():
         with pytest.raises(ValueError, match=rf"{metric}(?s:.*)hint: "):
             score_pairs(torch.randn(3), torch.randn((3, 4)[:dimensions]), metric)
     for shapes in ((0, 4), (4, 0)):
-        with pytest.raises(ValueError, match=r"hint: a score needs at least one of each"):
+        with pytest.raises(ValueError, match="a score needs at least one positive"):
             score_pairs(*map(torch.randn, shapes), "hits@1")
 
 
