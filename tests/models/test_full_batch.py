@@ -63,6 +63,12 @@ def pyg_model(kind, model):
         elif kind == "gcn":
             conv = pyg.GCNConv(*sizes)
             theirs, ours = (conv.lin.weight, conv.bias), (layer.weight, layer.bias)
+        elif kind == "gatv2":
+            conv = pyg.GATv2Conv(*sizes, layer.heads, concat=layer.concatenate)
+            theirs = conv.lin_l.weight, conv.lin_l.bias, conv.lin_r.weight, conv.lin_r.bias
+            theirs += conv.att, conv.bias
+            ours = layer.source.weight, layer.source.bias, layer.target.weight, layer.target.bias
+            ours += layer.attention, layer.bias
         else:
             conv = pyg.GATConv(*sizes, layer.heads, concat=layer.concatenate)
             theirs = conv.lin.weight, conv.att_src, conv.att_dst, conv.bias
@@ -74,10 +80,10 @@ def pyg_model(kind, model):
     return convolutions
 
 
-@pytest.mark.parametrize("kind", ["sage", "gcn", "gat"])
+@pytest.mark.parametrize("kind", ["sage", "gcn", "gat", "gatv2"])
 def test_outputs_and_gradients_equal_those_of_pyg_on_the_whole_graph(kind):
     graph = random_graph()
-    options = {"heads": 2, "skip": False, "activation": "relu"} if kind == "gat" else {}
+    options = {"heads": 2, "skip": False, "activation": "relu"} if "gat" in kind else {}
     model = KINDS[kind](6, 5, 3, 2, dropout=0.0, **options).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter)

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from by_hand import KINDS, dense, dense_forward, parameters, random_graph, randomized
+from by_hand import KINDS, dense, dense_forward, random_graph, randomized
 from slow_cases import seeds
 from torch import nn
 from torch.nn import functional
@@ -91,39 +91,6 @@ def test_gin_equals_pygs_convolution_and_scales_sums_of_samples():
         batch = Sampler(graph, [2]).sample(seeds, epoch=0)
         found = layer(batch.blocks[0], x[batch.nodes], x)
         torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("concatenate", [True, False])
-def test_gatv2_equals_pygs_convolution(concatenate, bias):
-    conv = pytest.importorskip("torch_geometric.nn").GATv2Conv
-    graph = random_graph()
-    options = {"concatenate": concatenate, "dropout": 0.0, "skip": False, "bias": bias}
-    layer = gnn.GATv2Layer(7, 5, 3, **options).double()
-    pyg_layer = conv(7, 5, 3, concat=concatenate, bias=bias).double()
-    assert parameters(layer) == parameters(pyg_layer)
-    # the order of PyG's parameters: attention, output bias, source, target
-    names = {"att": "attention", "bias": "bias", "lin_l": "source", "lin_r": "target"}
-    pairs = []
-    for name, theirs in pyg_layer.named_parameters():
-        first, *rest = name.split(".")
-        ours = layer.get_parameter(".".join([names[first], *rest]))
-        torch.nn.init.normal_(theirs)
-        with torch.no_grad():
-            ours.copy_(theirs.view_as(ours))
-        pairs.append((ours, theirs))
-    block = Sampler(graph, [-1]).sample(torch.arange(60), epoch=0).blocks[0]
-    x = torch.randn(60, 7).double()
-    one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
-    found = layer(block, one, one)
-    expected = pyg_layer(other, torch.stack(graph.coo()).long())
-    torch.testing.assert_close(found, expected)
-    weights = torch.randn_like(found)
-    for result in (found, expected):
-        (result * weights).sum().backward()
-    torch.testing.assert_close(one.grad, other.grad)
-    for ours, theirs in pairs:
-        torch.testing.assert_close(ours.grad, theirs.grad.view_as(ours))
 
 
 def test_batch_normalization_of_one_row_uses_the_running_statistics():

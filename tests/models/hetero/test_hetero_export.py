@@ -103,9 +103,10 @@ def test_outputs_of_layers_are_checked(graph):
     assert model.layer_types(2) == ["b"]
     assert torch.equal(model.layer_outputs(blocks, x, "b"), model(blocks, x))
     assert model.layer_outputs(blocks[:1], x, "c").shape == (7, 8)
-    with pytest.raises(ValueError, match="layer 2 does not compute node type 'a'"):
-        model.layer_outputs(blocks, x, "a")
-    with pytest.raises(ValueError, match="3 blocks for a model of 2 layers"):
-        model.layer_outputs([*blocks, blocks[0]], x, "b")
-    with pytest.raises(ValueError, match="0 blocks for a model of 2 layers"):
-        model.layer_outputs([], x, "b")
+    for given, name, message in (
+        (blocks, "a", "layer 2 does not compute node type 'a'"),
+        ([*blocks, blocks[0]], "b", "3 blocks for a model of 2 layers"),
+        ([], "b", "0 blocks for a model of 2 layers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.layer_outputs(given, x, name)
