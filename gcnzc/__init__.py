@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gcnzc.graph.dataset import Dataset
     from gcnzc.graph.load import load
     from gcnzc.graph.prepare import prepare
-    from gcnzc.loader import FullBatchLoader, HeteroLoader, Loader, presample
+    from gcnzc.loader import FullBatchLoader, Loader, presample
     from gcnzc.sampling import Batch, Block, HeteroSampler, LinkSampler, Sampler
     from gcnzc.train.inference import inference
 
@@ -25,7 +25,6 @@ __all__ = [
     "FeatureTable",
     "FullBatchLoader",
     "Graph",
-    "HeteroLoader",
     "HeteroSampler",
     "LinkSampler",
     "Loader",
@@ -55,7 +54,7 @@ __getattr__, __dir__ = lazy_attributes(
         "gcnzc.graph.dataset": ("Dataset",),
         "gcnzc.graph.load": ("load",),
         "gcnzc.graph.prepare": ("prepare",),
-        "gcnzc.loader": ("FullBatchLoader", "HeteroLoader", "Loader", "presample"),
+        "gcnzc.loader": ("FullBatchLoader", "Loader", "presample"),
         "gcnzc.sampling": ("Batch", "Block", "HeteroSampler", "LinkSampler", "Sampler"),
         "gcnzc.train.inference": ("inference",),
     },

@@ -35,7 +35,7 @@ from gcnzc.features import cache as features_cache
 from gcnzc.features import table
 from gcnzc.kernels import buffers
 from gcnzc.kernels.sample import HopSampler
-from gcnzc.loader import base, loader, transfer
+from gcnzc.loader import loader, transfer
 from gcnzc.sampling import hetero
 
 ROOT = Path(__file__).parents[1]
@@ -350,8 +350,8 @@ def replacements():
     """Return the modules, names and values to replace while programs run."""
     return [
         *((transfer, "threading", Threading), (transfer, "deque", Deque)),
-        (base, "threading", Threading),
-        (base, "ThreadPoolExecutor", WatchedExecutor),
+        (loader, "threading", Threading),
+        (loader, "ThreadPoolExecutor", WatchedExecutor),
         *((loader, "ForkSafeLock", Lock), (buffers, "ForkSafeLock", Lock)),
         *((buffers, "deque", Deque), (features_cache, "ForkSafeLock", Lock)),
         (table, "gather", watching(table.gather, tensors_of)),

@@ -23,7 +23,7 @@ from gcnzc.features.cache import cached
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph import Graph
 from gcnzc.kernels.gather.cached_rows import CachedRows
-from gcnzc.loader import HeteroLoader
+from gcnzc.loader import Loader
 from gcnzc.loader import loader as loader_module
 from gcnzc.loader import transfer as transfer_module
 from gcnzc.sampling import HeteroLinkSampler, HeteroSampler
@@ -388,14 +388,15 @@ def typed_graph():
 def typed_loader(kind="nodes", hops=2, batch_size=8, **options):
     """Return a loader of typed minibatches of a kind of `TYPED`."""
     sampler = HeteroSampler(typed_graph(), [2] * hops, seed=1, **TYPED[kind])
+    tables = options.pop("tables", None)
     if "links" in kind:
-        items = torch.arange(0, 300, 12)
-        return HeteroLoader(HeteroLinkSampler(sampler, BUYS), items, batch_size, **options)
+        items, sampler = torch.arange(0, 300, 12), HeteroLinkSampler(sampler, BUYS)
+        return Loader(typed_graph(), tables, items, (), batch_size, sampler=sampler, **options)
     ids = torch.arange(0, NUM_NODES, 3)
     if kind == "temporal":
         options["seed_times"] = torch.arange(len(ids)) * 2
-    labels = torch.arange(2 * len(ids)).view(-1, 2)
-    return HeteroLoader(sampler, ("user", ids), batch_size, labels=labels, **options)
+    options |= {"labels": torch.arange(2 * len(ids)).view(-1, 2), "sampler": sampler}
+    return Loader(typed_graph(), tables, ("user", ids), (), batch_size, **options)
 
 
 def send_through(loader, device, table, share):

@@ -35,9 +35,8 @@ from gcnzc.interop.column import Column
 from gcnzc.interop.options import Options, generator, seed_of
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.threads import ForkSafeLock
-from gcnzc.loader.base import Batches, stop_iteration_error
 from gcnzc.loader.checks import check_loader_device, default_threads
-from gcnzc.loader.loader import Loader
+from gcnzc.loader.loader import Batches, Loader, stop_iteration_error
 from gcnzc.loader.seeds import Shares, epoch_order
 from gcnzc.loader.state import PARTITION, check_position, check_state
 from gcnzc.loader.transfer import Transfer
@@ -226,8 +225,8 @@ class InnerLoader(Loader):
         other.sampler = sampler
         return other
 
-    def _open_transfer(self, table: Any, *args: Any, **kwargs: Any) -> Transfer:
-        return super()._open_transfer(self.tables, *args, **kwargs)
+    def _open_transfer(self, tables: Mapping[str, FeatureTable]) -> Transfer:
+        return super()._open_transfer(self.tables)
 
 
 def share_attributes(loader: T) -> T:
@@ -421,7 +420,7 @@ class DropInLoader(DataLoader[Any], ABC):
         self._seed = seed_of(options)
         self._epochs = EpochCounter()
         self._init_torch_loader(num_items)
-        self.device = check_loader_device(options.device, None, 0.0)
+        self.device = check_loader_device(options.device, {}, 0.0)
         # read by `gcnzc.Loader`, which may add page-locked memory to the pool for copies to a GPU
         self.num_items = num_items
         self.pool = Pool()
@@ -607,7 +606,7 @@ class DropInLoader(DataLoader[Any], ABC):
         if isinstance(self.sampler, ShuffledItems):
             self.sampler.seed = seed
 
-    def _start(self, iterator: "MinibatchIterator") -> tuple[EpochProgress, Batches[Batch], Self]:
+    def _start(self, iterator: "MinibatchIterator") -> tuple[EpochProgress, Batches, Self]:
         """Begin an epoch; return its progress, its batches, and what makes minibatches of them."""
         with self._refreshing:
             # `__iter__` does this too, to raise errors early; the data may have changed since
@@ -758,7 +757,7 @@ class MinibatchIterator(Iterator[Any]):
 
     def __init__(self, owner: DropInLoader) -> None:
         self._owner = owner
-        self._started: tuple[EpochProgress, Batches[Batch], DropInLoader] | None = None
+        self._started: tuple[EpochProgress, Batches, DropInLoader] | None = None
         self._is_closed = False
         # held by the thread that waits for the next minibatch
         self._turn = ForkSafeLock()

@@ -11,12 +11,14 @@ from torch import Tensor
 from gcnzc.features.pinning import can_read_host
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
+from gcnzc.sampling.batch import ONE_TYPE
 from gcnzc.sampling.neighbor import SamplerProtocol, check_range
 from gcnzc.system.arguments import (
     THREADS_LIMIT,
     IdsLike,
     as_ids,
     check_integer,
+    check_kind,
     check_number,
     describe,
 )
@@ -41,9 +43,9 @@ def default_threads(world_size: int = 1) -> int:
 AHEAD_LIMIT = 2**16
 
 
-def check_sampler(sampler: SamplerProtocol) -> SamplerProtocol:
-    """Check that a loader's sampler has the method `sample`, and return it."""
-    if not callable(getattr(sampler, "sample", None)):
+def check_sampler(sampler: SamplerProtocol | None) -> SamplerProtocol | None:
+    """Check that a loader's sampler, if it is given, has the method `sample`, and return it."""
+    if sampler is not None and not callable(getattr(sampler, "sample", None)):
         raise TypeError(f"sampler is {describe(sampler)}, which has no method sample(seeds, epoch)")
     return sampler
 
@@ -74,6 +76,19 @@ def check_seeds(
     return found
 
 
+def check_seed_nodes(given: Any, graph: Graph, may_be_empty: bool) -> tuple[str, Tensor]:
+    """Check seeds of a graph with types; return their node type, and their ids on the host."""
+    if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], str):
+        raise TypeError(f"seeds is {describe(given)}, not a pair of a node type and ids")
+    node_type, ids = given
+    name = f"seeds of node type {node_type!r}"
+    found = as_ids(name, ids, "a mask becomes ids by .nonzero().flatten()").cpu().contiguous()
+    check_range(name, found, graph.nodes(node_type).num_nodes, "it has {} nodes", "node ids")
+    if len(found) == 0 and not may_be_empty:
+        raise ValueError(f"{name} are empty: no batches\n\nhint: is the split empty?")
+    return node_type, found
+
+
 def check_share(copied_share: float) -> float:
     """Check that a fraction is in [0, 1]."""
     hint = "a fraction of a batch's rows; with 0 the GPU reads all rows"
@@ -86,9 +101,15 @@ def check_priority(priority: int) -> int:
 
 
 def check_loader_device(
-    device: torch.device, table: FeatureTable | None, copied_share: float
+    device: torch.device, tables: Mapping[str, FeatureTable], copied_share: float
 ) -> torch.device:
-    """Check that minibatches can be copied to a device; return it with its index."""
+    """Check that minibatches can be copied to a device; return it with its index.
+
+    Args:
+        device: of the minibatches.
+        tables: features by node type.
+        copied_share: fraction of the rows that are gathered on the host.
+    """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {device}: batches go to cpu or cuda\n\nhint: device='cpu'")
     if device.type == "cuda":
@@ -100,24 +121,15 @@ def check_loader_device(
             )
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-    _check_device_rows(device, table, copied_share)
-    return device
-
-
-def check_tables_device(
-    device: torch.device, tables: Mapping[str, FeatureTable], copied_share: float
-) -> torch.device:
-    """Check that typed minibatches can be copied to a device; return it with its index."""
-    device = check_loader_device(device, None, copied_share)
     for name, table in tables.items():
-        _check_device_rows(device, table, copied_share, f"tables[{name!r}]: ")
+        _check_device_rows(device, table, copied_share, f"table[{name!r}]: " if name else "")
     return device
 
 
 def _check_device_rows(
-    device: torch.device, table: FeatureTable | None, copied_share: float, prefix: str = ""
+    device: torch.device, table: FeatureTable, copied_share: float, prefix: str
 ) -> None:
-    if table is None or table.device == device or is_copied(device, table):
+    if table.device == device or is_copied(device, table):
         return
     if table.device.type == "cuda":
         raise ValueError(
@@ -143,15 +155,12 @@ def is_copied(device: torch.device, table: FeatureTable | None) -> bool:
     return not (locked or can_read_host(device))
 
 
-def choose_copied_share(
-    device: torch.device, table: FeatureTable | None, copied_share: float
-) -> float:
+def choose_copied_share(device: torch.device, table: FeatureTable, copied_share: float) -> float:
     """Return the fraction of a batch's rows that are gathered on the host and copied.
 
     It is `copied_share`, or 1 if the GPU cannot read the rows, or if they are sparse.
     """
-    copy_all = is_copied(device, table) or (table is not None and table.is_sparse)
-    return 1.0 if copy_all else copied_share
+    return 1.0 if is_copied(device, table) or table.is_sparse else copied_share
 
 
 def check_threads(
@@ -169,12 +178,33 @@ def check_threads(
     return threads, check_integer("ahead", ahead, 1, AHEAD_LIMIT, hint)
 
 
-def check_table(graph: Graph, table: FeatureTable | None) -> None:
-    """Check that the table has one row per node."""
-    if table is not None and table.num_rows != graph.num_nodes:
-        raise ValueError(
-            f"the table has {table.num_rows} rows, but the graph {graph.num_nodes} nodes"
-        )
+def check_tables(graph: Graph, given: Any, has_types: bool = False) -> dict[str, FeatureTable]:
+    """Check that each table has one row per node, and return the tables by node type.
+
+    Args:
+        graph: the graph.
+        given: the only table, or None; for a graph with types a dict, or None for its own tables.
+        has_types: whether it is a graph with types; the only table otherwise has `ONE_TYPE`.
+    """
+    if given is None:
+        stores = {name: graph.nodes(name) for name in graph.node_types} if has_types else {}
+        return {name: own.table for name, own in stores.items() if own.table is not None}
+    if not has_types:
+        check_kind("table", given, FeatureTable, "gcnzc.FeatureTable(rows), or None")
+        if given.num_rows != graph.num_nodes:
+            raise ValueError(
+                f"the table has {given.num_rows} rows, but the graph {graph.num_nodes} nodes"
+            )
+        return {ONE_TYPE: given}
+    check_kind("table", given, Mapping, "{'paper': FeatureTable(rows)}")
+    for name, table in given.items():
+        check_kind(f"table[{name!r}]", table, FeatureTable, "gcnzc.FeatureTable(rows)")
+        num_nodes = graph.nodes(name).num_nodes
+        if table.num_rows != num_nodes:
+            raise ValueError(
+                f"table[{name!r}] has {table.num_rows} rows, but the type has {num_nodes} nodes"
+            )
+    return dict(given)
 
 
 def check_labels(labels: Any, num_rows: int, of: str) -> Tensor | None:

@@ -17,7 +17,7 @@ from gcnzc.loader.checks import (
     check_labels,
     check_loader_device,
     check_seeds,
-    check_table,
+    check_tables,
 )
 from gcnzc.loader.seeds import Shares
 from gcnzc.loader.state import PARTITION, check_position, check_state
@@ -76,16 +76,14 @@ class FullBatchLoader:
         dtype: torch.dtype | None = None,
     ) -> None:
         check_graph(graph)
-        if table is not None:
-            check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows), or None")
-        check_table(graph, table)
+        tables = check_tables(graph, table)
         self.graph, self.table = graph, table
         seeds = torch.arange(graph.num_nodes) if seeds is None else seeds
         self.seeds = check_seeds(seeds, graph.num_nodes, None, may_be_empty=False)
         self.num_layers = check_integer("num_layers", num_layers, 1)
         self.labels = check_labels(labels, graph.num_nodes, "nodes")
         # unlike a `Loader`, this one may gather all rows on the host and copy them
-        self.device = check_loader_device(check_device("device", device), table, copied_share=1.0)
+        self.device = check_loader_device(check_device("device", device), tables, copied_share=1.0)
         if dtype is not None:
             check_kind("dtype", dtype, torch.dtype, "torch.float32")
             if not dtype.is_floating_point:

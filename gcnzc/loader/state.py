@@ -67,14 +67,14 @@ def _is_equal(value: object, own: object) -> bool:
     return isinstance(value, int | str | np.integer) and bool(value == own)
 
 
-def plain_settings(settings: Mapping[str, Any]) -> dict[str, int | str | list[str]]:
-    """Return the settings of a sampler as integers, strings and lists of strings."""
+def plain_settings(settings: Mapping[str, Any]) -> dict[str, int | str | list[int | str]]:
+    """Return the settings of a sampler as integers, strings and lists of these."""
     return {name: _plain(value) for name, value in settings.items()}
 
 
-def _plain(value: Any) -> int | str | list[str]:
+def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return [f"{name}: {own}" for name, own in value.items()]
     if isinstance(value, list):
-        return [str(own) for own in value]
+        return [_plain(own) for own in value]
     return int(value) if isinstance(value, bool | int) else str(value)

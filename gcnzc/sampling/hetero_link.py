@@ -41,7 +41,7 @@ Exclude: TypeAlias = Literal["none", "self", "reverse"]
 class HeteroLinkSampler:
     """Sample pairs of one edge type and their neighbourhoods; `sample` is thread-safe.
 
-    Pass it as the `sampler` of a `gcnzc.loader.HeteroLoader`, whose seeds then are indices of the
+    Pass it as the `sampler` of a `gcnzc.Loader`, whose seeds then are indices of the
     seed edges, in [0, E). The negatives of an edge depend only on the random seed, the epoch and
     the index of the edge.
 

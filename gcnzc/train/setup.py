@@ -25,7 +25,6 @@ from gcnzc.features.pinning import pinned
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.loader.full_batch import FullBatchLoader
-from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.loader.loader import Loader
 from gcnzc.loader.presampling import Progress, presample
 from gcnzc.train.config import LoadingOptions, TrainConfig
@@ -245,7 +244,7 @@ def build_loader(
     group: Group,
     loading: Mapping[str, Any],
     parts: Tensor | None,
-) -> Loader | FullBatchLoader | HeteroLoader:
+) -> Loader | FullBatchLoader:
     """Build the loader of the training minibatches, or of the whole graph.
 
     Args:
@@ -271,12 +270,13 @@ def build_loader(
     if isinstance(data, HeteroDataset):
         assert isinstance(table, TypedTables), "both are of a heterogeneous graph"
         assert isinstance(size, int), "TrainConfig has checked"
+        shared["sampler"] = task.sampler
         if labels is None:
             # of edges, which the sampler has; before the run has a folder
             task.sampler.check_negatives()
-            return HeteroLoader(task.sampler, None, size, tables=table.tables, **shared)
+            return Loader(task.sampler.graph, table.tables, seeds, (), size, **shared)
         own, typed = labels[seeds], (data.target, seeds)
-        return HeteroLoader(task.sampler, typed, size, labels=own, tables=table.tables, **shared)
+        return Loader(data.graph, table.tables, typed, (), size, labels=own, **shared)
     assert isinstance(table, FeatureTable), "both are of a graph of one type"
     if not isinstance(size, int):
         # the features of each step are then converted once

@@ -14,10 +14,8 @@ from gcnzc.exchange.long_work import joint_work
 from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
-from gcnzc.loader.base import Batches
 from gcnzc.loader.full_batch import FullBatchLoader
-from gcnzc.loader.hetero_loader import HeteroLoader
-from gcnzc.loader.loader import Loader
+from gcnzc.loader.loader import Batches, Loader
 from gcnzc.optim import DistributedOptimizer
 from gcnzc.system.spans import Span, Stage
 from gcnzc.system.streams import TimedEvent, clock_of
@@ -92,7 +90,7 @@ class Run:
     task: Task = field(init=False)
     table: FeatureTable | TypedTables = field(init=False)
     model: nn.Module = field(init=False)
-    loader: Loader | FullBatchLoader | HeteroLoader = field(init=False)
+    loader: Loader | FullBatchLoader = field(init=False)
     optimizer: DistributedOptimizer = field(init=False)
     precision: Precision = field(init=False)
     schedule: Schedule | None = None
@@ -167,9 +165,9 @@ class Run:
         if any(run_algorithm(all_gather_scalar(int(error is not None)), self.group)):
             raise error or PeerFailed("the first worker has failed")
 
-    def open_batches(self) -> Batches[Any]:
+    def open_batches(self) -> Batches:
         """Return the iterator of the minibatches of this epoch."""
-        return cast(Batches[Any], iter(self.loader))
+        return cast(Batches, iter(self.loader))
 
     def wanted(self) -> list[bool]:
         """Return the requests of this worker, in the order of `STOP` and `SAVE`."""

@@ -7,8 +7,7 @@ import torch
 
 import gcnzc
 from gcnzc.graph import Graph
-from gcnzc.loader import HeteroLoader
-from gcnzc.sampling import HeteroSampler
+from gcnzc.loader import Loader
 
 LOOP = ("user", "knows", "user")
 
@@ -79,6 +78,6 @@ def test_features_may_be_sparse_matrices(kind, tmp_path):
     gcnzc.prepare(graph, tmp_path / "g")
     for own in (graph, gcnzc.load(tmp_path / "g").graph):
         assert torch.equal(own.nodes("user").features.to_dense(), SPARSE)
-        loader = HeteroLoader(HeteroSampler(own, [-1]), ("user", [1]), 1)
+        loader = Loader(own, None, ("user", [1]), [-1], 1)
         batch = next(iter(loader))
         assert torch.equal(batch.x["user"], SPARSE[batch.nodes["user"]])

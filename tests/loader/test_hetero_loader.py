@@ -6,7 +6,7 @@ import torch
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph import Graph
-from gcnzc.loader import HeteroLoader
+from gcnzc.loader import Loader
 from gcnzc.sampling import HeteroLinkSampler, HeteroSampler, build_hetero_blocks
 from gcnzc.sampling.hetero_link import edge_times
 from gcnzc.sampling.reverse_types import find_reverse_types
@@ -40,7 +40,8 @@ def make(graph):
             sampler = HeteroSampler(graph, [3, 2], seed=1)
             seeds = ("user", torch.arange(0, USERS, 2)) if seeds is None else seeds
             options = {"labels": torch.arange(45) % 3} | options
-        return HeteroLoader(sampler, seeds, batch_size, **{"threads": 2} | options)
+        options = {"threads": 2, "sampler": sampler} | options
+        return Loader(graph, None, seeds, (), batch_size, **options)
 
     return make
 
@@ -146,30 +147,34 @@ def test_the_neighbourhood_of_an_edge_is_earlier_than_the_edge(links, make, grap
 
 
 def test_bad_input_is_rejected_by_name(make, graph, links):
-    sampler = HeteroSampler(graph, [2])
+    def load(seeds, table=None, **options):
+        return Loader(graph, table, seeds, [2], 1, **options)
+
     with pytest.raises(TypeError, match="sampler is"):
-        HeteroLoader(graph, ("user", [0]), 1)
+        load(("user", [0]), sampler=graph)
     with pytest.raises(TypeError, match="pair of a node type and ids"):
-        HeteroLoader(sampler, torch.arange(3), 1)
+        load(torch.arange(3))
     with pytest.raises(ValueError, match="no node type 'shop'"):
-        HeteroLoader(sampler, ("shop", [0]), 1)
+        load(("shop", [0]))
     with pytest.raises(ValueError, match=r"from 0 to 70.*70 nodes"):
-        HeteroLoader(sampler, ("item", [0, 70]), 1)
+        load(("item", [0, 70]))
     with pytest.raises(ValueError, match="are empty"):
-        HeteroLoader(sampler, ("item", []), 1)
+        load(("item", []))
     with pytest.raises(ValueError, match=r"labels of shape \(3,\) for 2 seeds"):
-        HeteroLoader(sampler, ("item", [0, 1]), 1, labels=torch.zeros(3))
+        load(("item", [0, 1]), labels=torch.zeros(3))
     with pytest.raises(ValueError, match="ignores times"):
-        HeteroLoader(sampler, ("item", [0, 1]), 1, seed_times=[1, 2])
+        load(("item", [0, 1]), seed_times=[1, 2])
     with pytest.raises(ValueError, match="has 3 rows, but the type has 70"):
-        HeteroLoader(sampler, ("item", [0]), 1, tables={"item": FeatureTable(torch.zeros(3, 1))})
+        load(("item", [0]), {"item": FeatureTable(torch.zeros(3, 1))})
+    with pytest.raises(TypeError, match="table is a FeatureTable"):
+        load(("item", [0]), FeatureTable(torch.zeros(70, 1)))
     timed = HeteroSampler(graph, [2], temporal="last", time="edge")
     with pytest.raises(ValueError, match="'item' have no times"):
-        HeteroLoader(timed, ("item", [0]), 1)
+        load(("item", [0]), sampler=timed)
     with pytest.raises(ValueError, match="labels are of seed nodes"):
-        HeteroLoader(links(), None, 1, labels=torch.zeros(600))
+        load(None, sampler=links(), labels=torch.zeros(600))
     with pytest.raises(ValueError, match="occurs twice"):
-        HeteroLoader(links(), [3, 3], 1)
+        load([3, 3], sampler=links())
     with pytest.raises(ValueError, match="from 99 to 99"):
         links(edges=[[0], [99]])
     with pytest.raises(ValueError, match="time of each seed edge"):

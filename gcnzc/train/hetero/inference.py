@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.graph.graph import Graph
-from gcnzc.loader.hetero_loader import HeteroLoader
+from gcnzc.loader.loader import Loader
 from gcnzc.models.hetero import HeteroModel
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
@@ -74,12 +74,14 @@ def typed_outputs(
         outputs: Tensor = rows if isinstance(rows, Tensor) else rows[node_type]
         return outputs
 
-    loader = HeteroLoader(
-        build_hetero_sampler(config, graph, choose_fanouts(fanouts, num_layers)[:layer]),
+    loader = Loader(
+        graph,
+        of.table.tables,
         seeds,
+        (),
         WHOLE_SEEDS if fanouts is None else SAMPLED_SEEDS,
+        sampler=build_hetero_sampler(config, graph, choose_fanouts(fanouts, num_layers)[:layer]),
         seed_times=times,
-        tables=of.table.tables,
         device=of.device,
         threads=config.loading.threads or None,
         may_be_empty=True,
@@ -114,11 +116,13 @@ def pair_outputs(
         count = len(batch.items)
         return torch.cat([logits[:count, None], logits[count:].view(count, num_negatives)], dim=1)
 
-    loader = HeteroLoader(
-        sampler,
+    loader = Loader(
+        sampler.graph,
+        of.table.tables,
         None,
+        (),
         batch_size,
-        tables=of.table.tables,
+        sampler=sampler,
         device=of.device,
         threads=config.loading.threads or None,
     )
@@ -127,7 +131,7 @@ def pair_outputs(
 
 def hetero_outputs(
     of: Evaluated,
-    loader: HeteroLoader,
+    loader: Loader,
     compute: Callable[[HeteroBatch], Tensor],
     num_columns: int,
 ) -> Tensor:

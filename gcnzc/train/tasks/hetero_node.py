@@ -46,7 +46,7 @@ class HeteroNodeTask(NodeTask):
                 f"--temporal {config.graph.temporal}: node type {data.target!r} of {data.name} has "
                 "no times, which limit the neighbours of its nodes\n\nhint: give these nodes "
                 "times, such as those of their labels, before the graph is saved; in Python, "
-                "HeteroLoader(seed_times=); or omit --temporal"
+                "Loader(seed_times=); or omit --temporal"
             )
         super().__init__(
             config,
