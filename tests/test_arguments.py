@@ -91,7 +91,7 @@ def set_epoch(**arguments):
 
 
 LOADER = {"graph": GRAPH, "table": TABLE, "seeds": SEEDS, "fanouts": [2], "batch_size": 4}
-LINKS = {"graph": GRAPH, "edges": EDGE, "fanouts": [2]}
+LINKS = {"sampler": Sampler(GRAPH, [2]), "edges": EDGE}
 SAMPLER = {"graph": GRAPH, "fanouts": [2]}
 MODEL = {"norm": "batch", "in_features": 2, "hidden": 3, "num_classes": 2, "num_layers": 2}
 # pre_activation needs them
@@ -141,11 +141,11 @@ CASES = {
     "LinkSampler": Case(
         LinkSampler,
         LINKS,
-        "graph edges fanouts negatives num_negatives strict exclude known seed edge_ids",
+        "sampler edges negatives num_negatives strict exclude known seed",
         WITH_SEED,
         sample_first(LinkSampler),
     ),
-    "LinkSampler.sample": Case(LinkSampler(GRAPH, EDGE, [2]).sample, *SAMPLE),
+    "LinkSampler.sample": Case(LinkSampler(**LINKS).sample, *SAMPLE),
     "Loader": Case(
         Loader,
         LOADER,

@@ -26,7 +26,7 @@ from gcnzc.kernels.gather.cached_rows import CachedRows
 from gcnzc.loader import Loader
 from gcnzc.loader import loader as loader_module
 from gcnzc.loader import transfer as transfer_module
-from gcnzc.sampling import HeteroLinkSampler, HeteroSampler
+from gcnzc.sampling import HeteroSampler, LinkSampler
 from gcnzc.sampling.batch import Batch, Block
 
 NUM_NODES, NUM_COLUMNS = 64, 6
@@ -390,7 +390,7 @@ def typed_loader(kind="nodes", hops=2, batch_size=8, **options):
     sampler = HeteroSampler(typed_graph(), [2] * hops, seed=1, **TYPED[kind])
     tables = options.pop("tables", None)
     if "links" in kind:
-        items, sampler = torch.arange(0, 300, 12), HeteroLinkSampler(sampler, BUYS)
+        items, sampler = torch.arange(0, 300, 12), LinkSampler(sampler, edge_type=BUYS)
         return Loader(typed_graph(), tables, items, (), batch_size, sampler=sampler, **options)
     ids = torch.arange(0, NUM_NODES, 3)
     if kind == "temporal":

@@ -9,7 +9,6 @@ from gcnzc.sampling.hetero import (
     build_full_hetero_blocks,
     build_hetero_blocks,
 )
-from gcnzc.sampling.hetero_link import HeteroLinkSampler
 from gcnzc.sampling.link import LinkSampler
 from gcnzc.sampling.neighbor import Sampler
 
@@ -18,7 +17,6 @@ __all__ = [
     "Block",
     "HeteroBatch",
     "HeteroBlock",
-    "HeteroLinkSampler",
     "HeteroMetadata",
     "HeteroSampler",
     "LinkSampler",

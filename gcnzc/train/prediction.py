@@ -17,7 +17,7 @@ from gcnzc.datasets.source import SPLITS
 from gcnzc.graph.graph import Graph
 from gcnzc.graph.times import as_times, describe_wrong_time, parse_times
 from gcnzc.models.hetero import HeteroModel
-from gcnzc.sampling.hetero_link import HeteroLinkSampler
+from gcnzc.sampling.link import LinkSampler
 from gcnzc.train.build import build_hetero_sampler, choose_fanouts
 from gcnzc.train.config import check_fanouts
 from gcnzc.train.hetero.inference import SAMPLED_SEEDS, WHOLE_SEEDS, pair_outputs
@@ -348,10 +348,10 @@ def _score_typed_pairs(
         times = time_after_all(graph)
     if times is not None and np.ndim(times) == 0:
         times = np.full(len(sources), _convert_time(graph, times))
-    sampler = HeteroLinkSampler(
+    sampler = LinkSampler(
         build_hetero_sampler(config, graph, choose_fanouts(fanouts, config.layers)),
-        trained.data.edge_type,
         np.stack([sources, targets]),
+        trained.data.edge_type,
         times=times,
         num_negatives=0,
         strict=False,

@@ -7,8 +7,8 @@ import torch
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph import Graph
 from gcnzc.loader import Loader
-from gcnzc.sampling import HeteroLinkSampler, HeteroSampler, build_hetero_blocks
-from gcnzc.sampling.hetero_link import edge_times
+from gcnzc.sampling import HeteroSampler, LinkSampler, build_hetero_blocks
+from gcnzc.sampling.link import edge_times
 from gcnzc.sampling.reverse_types import find_reverse_types
 
 BUYS, BOUGHT, KNOWS = ("user", "buys", "item"), ("item", "bought", "user"), ("user", "k", "user")
@@ -50,7 +50,7 @@ def make(graph):
 def links(graph):
     def links(fanouts=(4, 3), temporal=None, edges=None, **options):
         sampler = HeteroSampler(graph, list(fanouts), seed=2, temporal=temporal, time="edge")
-        return HeteroLinkSampler(sampler, BUYS, edges, **options)
+        return LinkSampler(sampler, edges, BUYS, **options)
 
     return links
 

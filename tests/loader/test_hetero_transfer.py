@@ -13,7 +13,8 @@ from checked_device import Device
 from transfer_programs import TYPED, checked, replaced_threads, send_through, typed_loader
 
 from gcnzc import FeatureTable, pinned
-from gcnzc.loader import checks, loader
+from gcnzc.loader import checks
+from gcnzc.loader import loader as loaders
 
 GPU = torch.device("cuda", 0)
 
@@ -71,7 +72,7 @@ def fake_gpu(monkeypatch):
         device = checked(0)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(loader, "CudaStreams", lambda _: device)
+        monkeypatch.setattr(loaders, "CudaStreams", lambda _: device)
         monkeypatch.setattr(checks, "can_read_host", lambda _: True)
         yield
         device.schedule.join_all()

@@ -18,6 +18,7 @@ from gcnzc import FullBatchLoader, Graph, cached
 from gcnzc.features.table import FeatureTable
 from gcnzc.loader.loader import Loader
 from gcnzc.sampling.link import LinkSampler
+from gcnzc.sampling.neighbor import Sampler
 
 NUM_NODES = 600
 TABLE = FeatureTable(torch.arange(2.0 * NUM_NODES).view(-1, 2))
@@ -40,7 +41,11 @@ def of_nodes(graph, **options):
 
 def of_links(graph, **options):
     edges = torch.stack(graph.coo())[:, :200].long()
-    own = {"seeds": torch.arange(200), "sampler": LinkSampler(graph, edges, [3]), "labels": None}
+    own = {
+        "seeds": torch.arange(200),
+        "sampler": LinkSampler(Sampler(graph, [3]), edges),
+        "labels": None,
+    }
     return of_nodes(graph, **own, shuffle=False, drop_last=True, in_degrees=True, **options)
 
 

@@ -8,6 +8,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.models.gnn import SAGE
 from gcnzc.models.link import Dot, HadamardMLP, LinkModel
 from gcnzc.sampling.link import LinkSampler
+from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train.inference import inference
 
 
@@ -35,7 +36,7 @@ def test_a_batch_gets_logits_for_its_seeds(model):
     src, dst = torch.randint(0, 30, (2, 100))
     graph = Graph.from_edges(src, dst, 30)
     features = torch.randn(30, 5)
-    sampler = LinkSampler(graph, torch.stack([src, dst]), [-1, -1], exclude="none")
+    sampler = LinkSampler(Sampler(graph, [-1, -1]), torch.stack([src, dst]), exclude="none")
     batch = sampler.sample(torch.arange(20), 0)
     model.eval()
     logits = model(batch.blocks, features[batch.nodes], batch.pairs)

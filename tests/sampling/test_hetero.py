@@ -12,7 +12,7 @@ import gcnzc
 from gcnzc.graph import EdgeStore, Graph
 from gcnzc.kernels import sample as kernels_sample
 from gcnzc.kernels.sample.reference import sample_reference
-from gcnzc.sampling import HeteroLinkSampler, HeteroSampler, build_full_hetero_blocks
+from gcnzc.sampling import HeteroSampler, LinkSampler, build_full_hetero_blocks
 from tests.hetero_graphs import assert_equal, random_graph, random_seeds
 
 FANOUTS = (-1, 0, 1, 2, 3, 5, 70)
@@ -380,10 +380,10 @@ PLAIN = Graph.from_arrays({"u": 4, "v": 3}, {("u", "r", "v"): [[0], [0]]})
             "seed_times has no times for node type 'u'",
         ),
         (lambda: build_full_hetero_blocks(SHOP, 1, targets=["w"]), "targets has the node type 'w'"),
-        (lambda: HeteroLinkSampler(HeteroSampler(SHOP, [1]), "r", times=[1]), "ignores times"),
-        (lambda: HeteroLinkSampler(HeteroSampler(SHOP, [1]), "r", [[0.5], [1]]), "edges of .* are"),
+        (lambda: LinkSampler(HeteroSampler(SHOP, [1]), edge_type="r", times=[1]), "ignores times"),
+        (lambda: LinkSampler(HeteroSampler(SHOP, [1]), [[0.5], [1]], "r"), "edges of .* are"),
         (
-            lambda: HeteroLinkSampler(HeteroSampler(SHOP, [1]), "r", np.empty((2, 0), int)),
+            lambda: LinkSampler(HeteroSampler(SHOP, [1]), np.empty((2, 0), int), "r"),
             r"edges of .* are empty\n\nhint: is the split empty",
         ),
     ],

@@ -6,7 +6,7 @@ import torch
 
 from gcnzc.graph import Graph
 from gcnzc.kernels.sample.negatives import TRIES, sample_negative_reference
-from gcnzc.sampling import HeteroLinkSampler, HeteroSampler
+from gcnzc.sampling import HeteroSampler, LinkSampler
 
 BUYS, BOUGHT = ("user", "buys", "item"), ("item", "bought", "user")
 KNOWS = ("user", "knows", "user")
@@ -33,7 +33,7 @@ def shop(seed=0, *, dense=False, **changes):
 
 def links(graph, *, time="both", seed=7, **options):
     sampler = HeteroSampler(graph.sort_by_time(time), [3, 2], temporal="uniform", time=time)
-    return HeteroLinkSampler(sampler, BUYS, seed=seed, **options)
+    return LinkSampler(sampler, edge_type=BUYS, seed=seed, **options)
 
 
 def negatives(sampler, items, epoch=0):
@@ -72,7 +72,7 @@ def test_an_edge_without_a_negative_is_found_in_advance():
     graph = Graph.from_arrays(nodes, {BUYS: {"edge_index": pairs}})
 
     def sampler(edges, **options):
-        return HeteroLinkSampler(HeteroSampler(graph, [2]), BUYS, edges, **options)
+        return LinkSampler(HeteroSampler(graph, [2]), edges, BUYS, **options)
 
     with pytest.raises(ValueError, match="edges between node 1 and all others"):
         sampler(pairs).check_negatives()
@@ -86,9 +86,9 @@ def test_an_edge_without_a_negative_is_found_in_advance():
     knows = {KNOWS: {"edge_index": np.array([[0], [1]])}}
     graph = Graph.from_arrays({"user": {"num_nodes": 2}}, knows)
     with pytest.raises(ValueError, match="edges between node 0 and all others"):
-        HeteroLinkSampler(HeteroSampler(graph, [2]), KNOWS).check_negatives()
+        LinkSampler(HeteroSampler(graph, [2]), edge_type=KNOWS).check_negatives()
     # without times, the ends of pairs are the same nodes
-    batch = HeteroLinkSampler(HeteroSampler(graph, [2]), KNOWS, num_negatives=0).sample([0], 0)
+    batch = LinkSampler(HeteroSampler(graph, [2]), edge_type=KNOWS, num_negatives=0).sample([0], 0)
     assert batch.nodes["user"][batch.pairs].tolist() == [[0], [1]]
 
 
@@ -153,15 +153,15 @@ def test_the_only_valid_negative_is_found():
         {BUYS: {"edge_index": [[0, 0], [0, 1]], "time": [5, 5]}},
     )
     sampler = HeteroSampler(graph, [1], temporal="uniform")
-    found = negatives(HeteroLinkSampler(sampler, BUYS, num_negatives=50), torch.tensor([0, 1]))
+    found = negatives(LinkSampler(sampler, edge_type=BUYS, num_negatives=50), torch.tensor([0, 1]))
     assert set(found.flatten().tolist()) == {2}
-    late = HeteroLinkSampler(sampler, BUYS, [[0], [1]], times=[1])
+    late = LinkSampler(sampler, [[0], [1]], BUYS, times=[1])
     with pytest.raises(ValueError, match=r"from 0 to 1 of .*whose time is 1, has no negative") as e:
         late.sample([0], 0)
     assert "each of the 2 nodes of type 'item' that are not later\n\nhint: strict=False" in str(
         e.value
     )
-    loose = HeteroLinkSampler(sampler, BUYS, [[0], [1]], times=[1], strict=False)
+    loose = LinkSampler(sampler, [[0], [1]], BUYS, times=[1], strict=False)
     assert int(negatives(loose, torch.tensor([0]))) in (0, 1)
 
 
@@ -172,9 +172,9 @@ def test_negatives_of_one_node_type_are_neither_later_nor_self_loops():
     edges = {KNOWS: {"edge_index": pairs, "time": time[pairs].max(0) + random.integers(0, 2, 8)}}
     graph = Graph.from_arrays({"user": {"time": time}}, edges)
     sampler = HeteroSampler(graph, [2], temporal="last")
-    sampler = HeteroLinkSampler(sampler, KNOWS, num_negatives=20, strict=False)
-    strict = HeteroLinkSampler(
-        HeteroSampler(graph, [2], temporal="last"), KNOWS, [[7, 6], [0, 7]], times=[5, 6]
+    sampler = LinkSampler(sampler, edge_type=KNOWS, num_negatives=20, strict=False)
+    strict = LinkSampler(
+        HeteroSampler(graph, [2], temporal="last"), [[7, 6], [0, 7]], KNOWS, times=[5, 6]
     )
     for own in (sampler, strict):
         items = torch.arange(own.num_items)
@@ -210,5 +210,5 @@ def test_reverses_without_times_are_an_error_unless_they_are_none():
     sampler = HeteroSampler(Graph.from_arrays(nodes, edges), [2], temporal="uniform")
     for given in (None, [BOUGHT]):
         with pytest.raises(ValueError, match=r"'bought'.* are the reverses .* but have no times"):
-            HeteroLinkSampler(sampler, BUYS, reverse_types=given)
-    assert HeteroLinkSampler(sampler, BUYS, reverse_types=[]).exclude == "none"
+            LinkSampler(sampler, edge_type=BUYS, reverse_types=given)
+    assert LinkSampler(sampler, edge_type=BUYS, reverse_types=[]).exclude == "none"

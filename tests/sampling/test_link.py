@@ -48,7 +48,9 @@ def all_of(graph):
 
 @pytest.mark.parametrize("kind", ["uniform", "both", "in-batch"])
 def test_pairs_are_the_edges_then_the_negatives(kind, graph, edges):
-    sampler = LinkSampler(graph, edges, [4, 3], negatives=kind, num_negatives=3, strict=False)
+    sampler = LinkSampler(
+        Sampler(graph, [4, 3]), edges, negatives=kind, num_negatives=3, strict=False
+    )
     items = torch.tensor([7, 2000, 0, 33])
     batch = sampler.sample(items, 5)
     assert torch.equal(ids(batch)[:, :4], edges[:, items])
@@ -73,7 +75,9 @@ def test_pairs_are_the_edges_then_the_negatives(kind, graph, edges):
 def test_strict_negatives_are_no_edges_and_loose_ones_may_be(kind, graph, edges):
     there = all_of(graph)
     for strict in (True, False):
-        sampler = LinkSampler(graph, edges, [1], negatives=kind, num_negatives=20, strict=strict)
+        sampler = LinkSampler(
+            Sampler(graph, [1]), edges, negatives=kind, num_negatives=20, strict=strict
+        )
         batch = sampler.sample(torch.arange(0, edges.shape[1], 9), 0)
         drawn = set(map(tuple, ids(batch)[:, batch.y == 0].T.tolist()))
         assert bool(drawn & there) != strict
@@ -83,7 +87,7 @@ def test_strict_negatives_are_no_edges_and_loose_ones_may_be(kind, graph, edges)
 
 def test_negatives_are_no_known_edges(graph, edges):
     few = Graph.from_edges(*edges[:, ::2], 300)
-    sampler = LinkSampler(few, edges[:, ::2], [1], num_negatives=50, known=graph)
+    sampler = LinkSampler(Sampler(few, [1]), edges[:, ::2], num_negatives=50, known=graph)
     batch = sampler.sample(torch.arange(500), 0)
     there = all_of(graph)
     assert not there & set(map(tuple, ids(batch)[:, batch.y == 0].T.tolist()))
@@ -101,7 +105,7 @@ def test_excluded_edges_are_in_no_block(fanouts, stored, graph, edges):
     reverse = {(t, s) for s, t in target}
     seen = {}
     for exclude in ("none", "self", "reverse"):
-        sampler = LinkSampler(graph, edges, fanouts, exclude=exclude, edge_ids=True)
+        sampler = LinkSampler(Sampler(graph, fanouts, edge_ids=True), edges, exclude=exclude)
         batch = sampler.sample(items, 0)
         seen[exclude] = met(batch)
         for block in batch.blocks:
@@ -126,14 +130,18 @@ def test_excluded_edges_are_in_no_block(fanouts, stored, graph, edges):
 
 
 def test_without_exclusion_neighbours_equal_those_of_the_sampler(graph, edges):
-    batch = LinkSampler(graph, edges, [4, 3], exclude="none", seed=9).sample(torch.arange(40), 2)
+    batch = LinkSampler(Sampler(graph, [4, 3], seed=9), edges, exclude="none").sample(
+        torch.arange(40), 2
+    )
     plain = Sampler(graph, [4, 3], seed=9).sample(batch.seeds, 2)
     assert torch.equal(batch.nodes, plain.nodes)
 
 
 def test_a_node_that_loses_all_its_edges_has_none():
     graph = Graph.from_edges(torch.tensor([0, 1]), torch.tensor([1, 0]), 3)
-    batch = LinkSampler(graph, torch.tensor([[0], [1]]), [2, 2]).sample(torch.tensor([0]), 0)
+    batch = LinkSampler(Sampler(graph, [2, 2]), torch.tensor([[0], [1]])).sample(
+        torch.tensor([0]), 0
+    )
     assert batch.nodes.tolist() == [0, 1, 2]
     assert [block.num_edges for block in batch.blocks] == [0, 0]
 
@@ -142,8 +150,8 @@ def test_a_node_that_loses_all_its_edges_has_none():
 def test_batches_do_not_depend_on_threads_or_order(threads, graph, edges):
     order = torch.randperm(edges.shape[1])
     asked = [(order[i : i + 200], epoch) for epoch in range(2) for i in range(0, len(order), 200)]
-    expected = [LinkSampler(graph, edges, [5, 5]).sample(*one) for one in asked]
-    sampler = LinkSampler(graph, edges, [5, 5])
+    expected = [LinkSampler(Sampler(graph, [5, 5]), edges).sample(*one) for one in asked]
+    sampler = LinkSampler(Sampler(graph, [5, 5]), edges)
     with ThreadPoolExecutor(threads) as pool:
         drawn = list(pool.map(lambda one: sampler.sample(*one), asked))
     for mine, theirs in zip(drawn, expected, strict=True):
@@ -152,8 +160,8 @@ def test_batches_do_not_depend_on_threads_or_order(threads, graph, edges):
 
 def test_known_edges_of_another_graph_are_rejected(graph, edges):
     other = Graph.from_edges(torch.tensor([0]), torch.tensor([1]), 2)
-    with pytest.raises(ValueError, match="known is a graph of 2 nodes"):
-        LinkSampler(graph, edges, [2], known=other)
+    with pytest.raises(ValueError, match="known has 2 nodes of type 'node', not 300"):
+        LinkSampler(Sampler(graph, [2]), edges, known=other)
 
 
 @pytest.mark.parametrize(
@@ -161,11 +169,11 @@ def test_known_edges_of_another_graph_are_rejected(graph, edges):
     [
         (torch.zeros(5, 2).long(), r"shape \(5, 2\)"),
         (torch.zeros(2, 5), "torch.float32"),
-        (torch.zeros(2, 0).long(), "no seed edges"),
+        (torch.zeros(2, 0).long(), "are empty"),
         (torch.tensor([[0], [300]]), "300 nodes"),
         (torch.tensor([[-1], [3]]), "300 nodes"),
     ],
 )
 def test_edges_that_are_not_in_the_graph_are_rejected(wrong, message, graph):
     with pytest.raises(ValueError, match=message):
-        LinkSampler(graph, wrong, [2])
+        LinkSampler(Sampler(graph, [2]), wrong)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gcnzc.graph import Graph
-from gcnzc.sampling import HeteroLinkSampler, HeteroSampler
+from gcnzc.sampling import HeteroSampler, LinkSampler
 from gcnzc.sampling.reverse_types import find_reverse_types
 from gcnzc.train.hetero.edge_split import split_edges
 
@@ -86,7 +86,7 @@ def test_a_name_without_reverses_causes_a_warning():
         assert found(graph_of(others[::-1, is_other])) == []
         assert found(graph_of(np.empty((2, 0), np.int64))) == []
         sampler = HeteroSampler(graph, [2])
-        assert HeteroLinkSampler(sampler, BUYS, reverse_types=[]).reverse_types == []
+        assert LinkSampler(sampler, edge_type=BUYS, reverse_types=[]).reverse_types == []
 
 
 @pytest.mark.parametrize("kind", ["missing", "more"])
@@ -95,7 +95,7 @@ def test_existing_reverses_are_excluded_and_held_out(kind):
     graph = graph_of(reverse)
     rev = ("item", "rev_buys", "user")
     pairs = {tuple(pair) for pair in pairs_of().T.tolist()}
-    sampler = HeteroLinkSampler(HeteroSampler(graph, [-1, -1]), BUYS)
+    sampler = LinkSampler(HeteroSampler(graph, [-1, -1]), edge_type=BUYS)
     assert sampler.reverse_types == [rev]
     kept = 0
     for items in torch.arange(EDGES).split(50):

@@ -11,8 +11,8 @@ from typed_shop import BOUGHT, BUYS, EDGES, ITEMS, USERS, build
 
 import gcnzc
 from gcnzc.graph import Graph
-from gcnzc.sampling import HeteroLinkSampler, HeteroSampler
-from gcnzc.sampling.hetero_link import edge_times
+from gcnzc.sampling import HeteroSampler, LinkSampler
+from gcnzc.sampling.link import edge_times
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.hetero.edge_split import split_edges
@@ -42,10 +42,10 @@ def test_reverses_without_times_do_not_show_held_out_edges():
     assert not kept & {tuple(pair) for pair in held_out}
     sampler = HeteroSampler(graph, [5], temporal="last")
     with pytest.raises(ValueError, match=r"are the reverses of .* but have no times") as error:
-        HeteroLinkSampler(sampler, BUYS)
+        LinkSampler(sampler, edge_type=BUYS)
     assert "\n\nhint: give" in str(error.value)
-    assert HeteroLinkSampler(sampler, BUYS, exclude="reverse").reverse_types == [BOUGHT]
-    HeteroLinkSampler(HeteroSampler(build(), [5], temporal="last"), BUYS)
+    assert LinkSampler(sampler, edge_type=BUYS, exclude="reverse").reverse_types == [BOUGHT]
+    LinkSampler(HeteroSampler(build(), [5], temporal="last"), edge_type=BUYS)
 
 
 @pytest.fixture(scope="module")

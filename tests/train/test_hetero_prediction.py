@@ -14,7 +14,7 @@ import gcnzc
 from gcnzc.cli import main
 from gcnzc.graph import Graph
 from gcnzc.sampling import build_full_hetero_blocks
-from gcnzc.sampling.hetero_link import edge_times
+from gcnzc.sampling.link import edge_times
 from gcnzc.train import embed_nodes, evaluate, predict, predict_links, train
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.hetero.edge_split import split_edges

@@ -13,7 +13,7 @@ from torch import Tensor
 from gcnzc.graph.graph import Graph, TimeKind
 from gcnzc.graph.stores import EdgeStore, EdgeType
 from gcnzc.loader.seeds import permutation
-from gcnzc.sampling.hetero_link import edge_times
+from gcnzc.sampling.link import edge_times
 from gcnzc.sampling.reverse_types import find_reverse_types
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset

@@ -17,7 +17,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.loader.loader import Loader
 from gcnzc.models.hetero import HeteroModel
 from gcnzc.sampling.hetero import HeteroBatch
-from gcnzc.sampling.hetero_link import HeteroLinkSampler
+from gcnzc.sampling.link import LinkSampler
 from gcnzc.train.build import build_hetero_sampler, choose_fanouts
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.node_outputs import Evaluated, Spans, minibatch_outputs
@@ -92,7 +92,7 @@ def typed_outputs(
 def pair_outputs(
     of: Evaluated,
     config: TrainConfig,
-    sampler: HeteroLinkSampler,
+    sampler: LinkSampler,
     batch_size: int,
     embeddings: Mapping[str, EmbeddingTable],
 ) -> Tensor:

@@ -13,8 +13,7 @@ from gcnzc.models.link import Dot, HadamardMLP
 from gcnzc.models.metrics import score_pairs
 from gcnzc.models.ranking import HeldOutEdges, score_ranks
 from gcnzc.sampling.hetero import HeteroBatch
-from gcnzc.sampling.hetero_link import HeteroLinkSampler
-from gcnzc.sampling.link import Exclude
+from gcnzc.sampling.link import Exclude, LinkSampler
 from gcnzc.train.build import build_hetero_sampler, choose_fanouts
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
@@ -114,12 +113,12 @@ class HeteroLinkTask:
 
     def _build_sampler(
         self, split: str, fanouts: Sequence[int], num_negatives: int, *, exclude: Any
-    ) -> HeteroLinkSampler:
+    ) -> LinkSampler:
         times = self.split.times if self.is_temporal else None
-        return HeteroLinkSampler(
+        return LinkSampler(
             build_hetero_sampler(self.config, self.split.graph, fanouts),
-            self.split.edge_type,
             self.split.edges[split],
+            self.split.edge_type,
             times=None if times is None else times[split],
             num_negatives=num_negatives,
             strict=self.strict,

@@ -12,8 +12,9 @@ from gcnzc.graph.dataset import Dataset
 from gcnzc.models.link import LinkModel
 from gcnzc.models.metrics import score_pairs
 from gcnzc.sampling.batch import Batch
-from gcnzc.sampling.link import Exclude, LinkSampler, Negatives
-from gcnzc.sampling.neighbor import SamplerProtocol
+from gcnzc.sampling.link import Exclude, LinkSampler
+from gcnzc.sampling.negatives import Negatives
+from gcnzc.sampling.neighbor import Sampler, SamplerProtocol
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.node_outputs import Evaluated
 from gcnzc.train.tasks.base import EVALUATED, Scores, broadcast_scores, build_evaluator
@@ -79,15 +80,15 @@ class LinkTask:
             )
         self.config, self.data, self.links = config, data, data.links
         self.metric = self.links.metric
+        seed = config.loading.seed
         links = LinkSampler(
-            data.graph,
+            Sampler(data.graph, config.loading.fanouts, seed),
             self.links.edges["train"],
-            config.loading.fanouts,
             negatives=negatives,
             num_negatives=num_negatives,
             strict=strict,
             exclude=exclude,
-            seed=config.loading.seed,
+            seed=seed,
         )
         self.sampler: SamplerProtocol = links
         self.evaluator = build_evaluator(config)

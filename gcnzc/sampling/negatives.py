@@ -1,10 +1,10 @@
-"""Sample negatives for link prediction in heterogeneous graphs: sources with random destinations.
+"""Sample negatives for link prediction: pairs of nodes with random ends.
 
 Notation: E seed edges, S edges of a minibatch, K negatives for each edge, N destination nodes.
 """
 
 import copy
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -13,15 +13,22 @@ from torch import Tensor
 from gcnzc.graph.graph import Graph
 from gcnzc.graph.stores import EdgeType
 from gcnzc.kernels.sample.exclude import is_sorted, sort_columns
-from gcnzc.kernels.sample.negatives import sample_negatives, sample_timed_negatives
+from gcnzc.kernels.sample.negatives import (
+    in_batch_negatives,
+    sample_negatives,
+    sample_timed_negatives,
+)
+
+Negatives: TypeAlias = Literal["uniform", "both", "in-batch"]
 
 
-class HeteroNegativeSampler:
+class NegativeSampler:
     """Sample the negatives of edges of one type.
 
     Args:
         known: graph with the edges that are not valid negatives.
         edge_type: of the edges.
+        kind: how negatives are sampled, see `gcnzc.LinkSampler`.
         num_negatives: K.
         strict: reject negatives that are edges of `known`.
         seed: 64-bit integer key.
@@ -36,18 +43,20 @@ class HeteroNegativeSampler:
         self,
         known: Graph,
         edge_type: EdgeType,
+        kind: Negatives,
         num_negatives: int,
         strict: bool,
         seed: int,
         node_times: Tensor | None,
     ) -> None:
-        self.edge_type, self.num_negatives = edge_type, num_negatives
+        self.edge_type, self.kind, self.num_negatives = edge_type, kind, num_negatives
         self.strict, self.seed, self.first = strict, seed, 0
         store = known.edges(edge_type)
         indptr, indices = store.indptr.numpy(), store.indices.numpy()
-        if strict and not is_sorted(indptr, indices):
+        if strict:
             known.check()
-            indices = sort_columns(indptr, indices)[0]
+            if not is_sorted(indptr, indices):
+                indices = sort_columns(indptr, indices)[0]
         self._edges: tuple[Any, Any] = indptr, indices
         self._order: Any = None
         if node_times is not None:
@@ -75,7 +84,7 @@ class HeteroNegativeSampler:
                 f"{target} of {self.edge_type}, whose time is {int(times[place])}, so that it has "
                 f"no negative: the earliest node has time {self._times[0]}\n\n"
                 "hint: remove such edges; if nodes exist before their times, or these have another "
-                "unit, HeteroSampler(..., time='edge') (gcnzc train: --temporal last:time=edge) "
+                "unit, Sampler(..., time='edge') (gcnzc train: --temporal last:time=edge) "
                 "ignores them; or build the graph without them"
             )
 
@@ -93,7 +102,7 @@ class HeteroNegativeSampler:
         """
         if times is not None:
             self.check_eligible(edges, times)
-        if not self.strict or not self.num_negatives:
+        if not self.strict or not self.num_negatives or self.kind != "uniform":
             return
         indptr, indices = self._edges
         sources, num_eligible = edges[0].numpy(), np.array(len(indptr) - 1)
@@ -120,7 +129,7 @@ class HeteroNegativeSampler:
             epoch: in [0, 2**32).
 
         Returns:
-            (2, S * K) int64, grouped by edge.
+            (2, S * K) int64, grouped by edge; fewer if they are in-batch negatives.
 
         Raises:
             ValueError: an edge has no valid negative.
@@ -128,13 +137,17 @@ class HeteroNegativeSampler:
         if not self.num_negatives:
             return positives[:, :0]
         sources, is_bipartite = positives[0].numpy(), self.edge_type[0] != self.edge_type[2]
+        if self.kind == "in-batch":
+            given = positives.numpy()
+            found = in_batch_negatives(*self._edges, given, self.num_negatives, self.strict)
+            return torch.from_numpy(found)
         if self._order is None or times is None:
             found = sample_negatives(
                 *self._edges,
                 sources,
                 items.numpy(),
                 self.num_negatives,
-                "uniform",
+                self.kind,
                 self.strict,
                 self.seed,
                 epoch,
