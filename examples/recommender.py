@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gcnzc.graph import Table, from_tables
-from gcnzc.sampling import HeteroSampler
+from gcnzc.sampling import Sampler
 
 DAY = 86400
 KINDS = ("view", "cart", "buy")
@@ -104,8 +104,8 @@ def main():
         }
     )
     # the latest 20 behaviours of a user, then the item of each
-    fanouts = {"default": [0, 0], OF_USER: [20, 0], OF_ITEM: [0, 1]}
-    sampler = HeteroSampler(graph, fanouts, temporal="last", time="node", seed=options.seed)
+    fanouts = {"default": [0, 0], OF_USER: [0, 20], OF_ITEM: [1, 0]}
+    sampler = Sampler(graph, fanouts, options.seed, temporal="last", time="node", once=True)
 
     # rows are nodes: row i of a table is node i
     user_of = torch.from_numpy(pd.Index(users["user_id"]).get_indexer(behaviours["user_id"]))

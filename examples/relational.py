@@ -16,7 +16,7 @@ from sklearn.metrics import roc_auc_score
 from torch import nn
 
 from gcnzc.graph import Table, from_tables
-from gcnzc.sampling import HeteroSampler
+from gcnzc.sampling import Sampler
 
 WEEK = pd.Timedelta(days=7)
 OF_CUSTOMER = ("order", "f2p_customer_id", "customer")
@@ -127,8 +127,8 @@ def main():
         }
     )
     # the latest 16 orders of a customer, then the product of each
-    fanouts = {"default": [0, 0], OF_CUSTOMER: [16, 0], OF_PRODUCT: [0, 1]}
-    sampler = HeteroSampler(graph, fanouts, temporal="last", time="node", seed=options.seed)
+    fanouts = {"default": [0, 0], OF_CUSTOMER: [0, 16], OF_PRODUCT: [1, 0]}
+    sampler = Sampler(graph, fanouts, options.seed, temporal="last", time="node", once=True)
     features = graph.nodes("product").features / torch.tensor([20.0, 30.0])
     time_of = graph.nodes("order").time
 

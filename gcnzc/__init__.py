@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gcnzc.graph.load import load
     from gcnzc.graph.prepare import prepare
     from gcnzc.loader import FullBatchLoader, Loader, presample
-    from gcnzc.sampling import Batch, Block, HeteroSampler, LinkSampler, Sampler
+    from gcnzc.sampling import Batch, Block, LinkSampler, Sampler
     from gcnzc.train.inference import inference
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "FeatureTable",
     "FullBatchLoader",
     "Graph",
-    "HeteroSampler",
     "LinkSampler",
     "Loader",
     "Sampler",
@@ -55,7 +54,7 @@ __getattr__, __dir__ = lazy_attributes(
         "gcnzc.graph.load": ("load",),
         "gcnzc.graph.prepare": ("prepare",),
         "gcnzc.loader": ("FullBatchLoader", "Loader", "presample"),
-        "gcnzc.sampling": ("Batch", "Block", "HeteroSampler", "LinkSampler", "Sampler"),
+        "gcnzc.sampling": ("Batch", "Block", "LinkSampler", "Sampler"),
         "gcnzc.train.inference": ("inference",),
     },
 )

@@ -5,8 +5,18 @@ import torch
 from bits import same_tensors
 
 from gcnzc.graph import Graph
+from gcnzc.sampling import Sampler
 
 TIMES = 12  # times are below this
+
+
+def pyg_sampler(graph, num_neighbors, **options):
+    """A sampler with fanouts from the seeds outward, as PyG's, and edge ids."""
+    if isinstance(num_neighbors, dict):
+        fanouts = {each: own[::-1] for each, own in num_neighbors.items()}
+    else:
+        fanouts = num_neighbors[::-1]
+    return Sampler(graph, fanouts, **{"once": True, "edge_ids": True} | options)
 
 
 def random_graph(seed, *, times="none", weights=False, num_types=None, num_nodes=12, edges=60):

@@ -18,6 +18,7 @@ import torch
 from bits import tensors_of
 from checked_device import Device, Failed, replacements
 from cooperative_threads import Channel, Schedule, replaced
+from hetero_graphs import pyg_sampler
 
 from gcnzc.features.cache import cached
 from gcnzc.features.table import FeatureTable
@@ -26,7 +27,7 @@ from gcnzc.kernels.gather.cached_rows import CachedRows
 from gcnzc.loader import Loader
 from gcnzc.loader import loader as loader_module
 from gcnzc.loader import transfer as transfer_module
-from gcnzc.sampling import HeteroSampler, LinkSampler
+from gcnzc.sampling import LinkSampler
 from gcnzc.sampling.batch import Batch, Block
 
 NUM_NODES, NUM_COLUMNS = 64, 6
@@ -387,7 +388,7 @@ def typed_graph():
 
 def typed_loader(kind="nodes", hops=2, batch_size=8, **options):
     """Return a loader of typed minibatches of a kind of `TYPED`."""
-    sampler = HeteroSampler(typed_graph(), [2] * hops, seed=1, **TYPED[kind])
+    sampler = pyg_sampler(typed_graph(), [2] * hops, seed=1, **TYPED[kind])
     tables = options.pop("tables", None)
     if "links" in kind:
         items, sampler = torch.arange(0, 300, 12), LinkSampler(sampler, edge_type=BUYS)

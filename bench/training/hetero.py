@@ -32,7 +32,7 @@ from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.load import load
 from gcnzc.graph.prepare import prepare
 from gcnzc.models import GCN, RGCN
-from gcnzc.sampling import HeteroSampler, build_full_hetero_blocks, build_hetero_blocks
+from gcnzc.sampling import Sampler, build_full_hetero_blocks, build_hetero_blocks
 from gcnzc.sampling.full import build_full_blocks, find_layer_nodes
 
 MARGIN = 1.0  # points of test accuracy that R-GCN may be below GCN
@@ -108,7 +108,7 @@ class WordModel(nn.Module):
         with torch.no_grad():
             self.model.layers[0].weight.copy_(torch.eye(columns))
         fanouts = {"in": [settings.words] * layers, "cites": [-1] * layers}
-        self.sampler = HeteroSampler(graph, fanouts, seed=seed, once=False)
+        self.sampler = Sampler(graph, fanouts[::-1], seed, edge_ids=True)
         self.blocks = build_full_hetero_blocks(graph, layers, targets=[PAPER])
         self.settings = settings
 

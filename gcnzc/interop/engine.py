@@ -16,11 +16,7 @@ from torch import Tensor
 from gcnzc.graph.graph import Graph, TimeKind
 from gcnzc.graph.stores import EdgeType
 from gcnzc.interop.column import gather_ids
-from gcnzc.kernels.philox import split_key
-from gcnzc.kernels.sample import HopSampler
-from gcnzc.kernels.sample.graph import GraphTables, Relation
-from gcnzc.sampling.bidirectional import merge_reverses
-from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
+from gcnzc.sampling.neighbor import Sampler
 
 NODE = "node"  # the node type of a PyG `Data`
 EDGE: EdgeType = (NODE, "to", NODE)
@@ -113,55 +109,28 @@ def without_edge_ids(graph: Graph) -> tuple[Graph, dict[EdgeType, Tensor | None]
     return found, {each: store.edge_ids for each, store in edges.items()}
 
 
-class PlainSampler(HeteroSampler):
-    """Samples a graph of one type uniformly, with the random numbers of `gcnzc.Sampler`.
+class OneTypeSampler(Sampler):
+    """Samples a graph of a library without types, whichever names its only types have here."""
 
-    Its constructor has the arguments of `HeteroSampler`.
-    """
-
-    def __init__(self, graph: Graph, num_neighbors: Any, **options: Any) -> None:
-        super().__init__(graph, num_neighbors, **options)
-        self.options = replace(self.options, own_loops=True)
-        self._hops = HopSampler(self._make_tables(), self.options)
-
-    def _make_tables(self) -> GraphTables:
-        ((edge_type, node_type),) = zip(self.graph.edge_types, self.graph.node_types, strict=True)
-        edges, key = self.graph.edges(edge_type), split_key(self.seed)
-        relation = Relation(0, 0, edges.indptr, edges.indices, key)
-        return GraphTables([self.graph.nodes(node_type).num_nodes], [relation])
+    @property
+    def has_types(self) -> bool:
+        """False."""
+        return False
 
 
-class MergingSampler(HeteroSampler):
-    """Samples bidirectional subgraphs of a graph of one type, whose edges keep their ids.
-
-    Its constructor has the arguments of `HeteroSampler`.
-    """
-
-    def sample(self, *args: Any, **kwargs: Any) -> HeteroBatch:
-        """See `HeteroSampler.sample`."""
-        batch = super().sample(*args, **kwargs)
-        (edge_type,), (nodes,) = batch.indices, batch.nodes.values()
-        assert batch.edge_ids is not None, "the sampler returns edge ids"
-        row, col = batch.edge_index(edge_type)
-        row, col, ids = merge_reverses(row, col, batch.edge_ids[edge_type], len(nodes))
-        batch.reordered[edge_type], batch.edge_ids[edge_type] = torch.stack([row, col]), ids
-        batch.num_edges = None
-        return batch
-
-
-def make_sampler(csc: CscGraph, num_neighbors: Any, **options: Any) -> HeteroSampler:
+def make_sampler(csc: CscGraph, num_neighbors: Any, **options: Any) -> Sampler:
     """Return a sampler of a graph, whose edges are given by positions.
 
     Args:
         csc: the graph.
-        num_neighbors, options: see `HeteroSampler`.
+        num_neighbors: as `fanouts` of `gcnzc.Sampler`, but from the seeds outward.
+        options: of `gcnzc.Sampler`; by default each node is sampled once.
     """
-    if csc.is_typed:
-        return HeteroSampler(csc.graph, num_neighbors, **options)
-    if options.get("subgraph_type") == "bidirectional":
-        return MergingSampler(
-            csc.graph, num_neighbors, **options | {"subgraph_type": "directional"}
-        )
-    changed = {name for name, value in options.items() if value and value != "directional"}
-    is_plain = changed <= {"seed", "once", "time"}
-    return (PlainSampler if is_plain else HeteroSampler)(csc.graph, num_neighbors, **options)
+    if isinstance(num_neighbors, Mapping):
+        fanouts: Any = {each: list(own)[::-1] for each, own in num_neighbors.items()}
+        if not csc.is_typed:
+            (fanouts,) = fanouts.values()
+    else:
+        fanouts = list(num_neighbors)[::-1]
+    kind = Sampler if csc.is_typed else OneTypeSampler
+    return kind(csc.graph, fanouts, edge_ids=True, **{"once": True} | options)

@@ -52,7 +52,7 @@ from gcnzc.loader.seeds import Shares
 from gcnzc.loader.state import PARTITION, check_position, check_state, plain_settings
 from gcnzc.loader.transfer import PendingBatch, Transfer
 from gcnzc.sampling.batch import Block
-from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler, build_hetero_blocks
+from gcnzc.sampling.hetero import HeteroBatch, build_hetero_blocks
 from gcnzc.sampling.neighbor import Sampler, check_graph
 from gcnzc.system.arguments import (
     IdsLike,
@@ -277,7 +277,7 @@ class Loader:
         graph: Graph,
         table: FeatureTable | Mapping[str, FeatureTable] | None,
         seeds: IdsLike | tuple[str, IdsLike] | None,
-        fanouts: Sequence[int],
+        fanouts: Sequence[int] | Mapping[Any, Sequence[int]],
         batch_size: int,
         labels: Tensor | NDArray[Any] | None = None,
         device: torch.device | str = "cpu",
@@ -306,9 +306,7 @@ class Loader:
         self.seed = check_seed("seed", seed)
         may_be_empty = check_flag("may_be_empty", may_be_empty)
         self.sampler: Any = check_sampler(sampler)
-        if sampler is None and has_types:
-            self.sampler = HeteroSampler(graph, fanouts[::-1], seed=self.seed, edge_ids=False)
-        elif sampler is None:
+        if sampler is None:
             self.sampler = Sampler(graph, fanouts, self.seed)
         num_items = getattr(self.sampler, "num_items", None)
         # of a graph with types: the node type of the seeds, and their ids in the order of `seeds`

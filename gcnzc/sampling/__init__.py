@@ -5,7 +5,6 @@ from gcnzc.sampling.hetero import (
     HeteroBatch,
     HeteroBlock,
     HeteroMetadata,
-    HeteroSampler,
     build_full_hetero_blocks,
     build_hetero_blocks,
 )
@@ -18,7 +17,6 @@ __all__ = [
     "HeteroBatch",
     "HeteroBlock",
     "HeteroMetadata",
-    "HeteroSampler",
     "LinkSampler",
     "Sampler",
     "build_full_hetero_blocks",

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,8 +19,26 @@ ONE_TYPE = ""
 CopyTensors: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
+class Compact:
+    """Base of minibatches and their blocks, of whose tensors `pickle` copies no other elements.
+
+    The tensors are views of larger vectors, which it would copy whole for each view.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: _compact(value) for name, value in vars(self).items()}
+
+
+def _compact(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _compact(own) for key, own in value.items()}
+    if isinstance(value, Tensor) and value.nbytes < value.untyped_storage().nbytes():
+        return value.clone()
+    return value
+
+
 @dataclass(frozen=True, repr=False)
-class Block:
+class Block(Compact):
     """The bipartite graph of one layer: sampled in-edges of targets (destination nodes), as CSC.
 
     Attributes:
@@ -91,7 +109,7 @@ class Block:
 
 
 @dataclass(repr=False)
-class Batch:
+class Batch(Compact):
     """A minibatch: a sampled subgraph, with the features and labels that a loader adds.
 
     Attributes:

@@ -1,7 +1,4 @@
-"""Sample minibatches of heterogeneous graphs: by edge type, time and weight, in disjoint subgraphs.
-
-The semantics are those of PyG's `NeighborLoader`: at each hop, every edge type samples in-edges of
-the nodes that the hop before found.
+"""Minibatches of graphs with types of nodes and edges, and their blocks.
 
 A block has the edges of all relations of one layer, as one CSC. The rows of all node types are
 concatenated in the order of the types. The columns of a destination, one for each relation into its
@@ -12,98 +9,23 @@ Notation of blocks: C columns, E edges; for node type t: S_t sources, D_t destin
 types into t and O_t edge types out of t.
 """
 
-import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.graph.graph import Graph, TimeKind, damage_error
+from gcnzc.graph.graph import Graph
 from gcnzc.graph.stores import EdgeType
-from gcnzc.graph.times import as_times
 from gcnzc.kernels.buffers import Allocate, Pool
-from gcnzc.kernels.sample import HopSampler, Options, Sample
-from gcnzc.kernels.sample.graph import (
-    RELATION_KEY,
-    TYPE_KEY,
-    GraphTables,
-    InvalidColumn,
-    Relation,
-    derive_key,
-)
 from gcnzc.kernels.structure.csc import csc_to_coo
 from gcnzc.kernels.structure.relation_columns import InvalidEdge, RelationEdges, merge_relations
-from gcnzc.sampling.batch import CopyTensors
-from gcnzc.sampling.bidirectional import to_bidirectional
-from gcnzc.sampling.neighbor import check_range, check_seeds
-from gcnzc.system.arguments import (
-    IdsLike,
-    as_ids,
-    check_choice,
-    check_epoch,
-    check_fanouts,
-    check_flag,
-    check_integer,
-    check_kind,
-    check_seed,
-    describe,
-)
+from gcnzc.sampling.batch import Compact, CopyTensors
+from gcnzc.system.arguments import check_integer, check_kind
 from gcnzc.system.spans import Span, Stage
-
-Fanouts: TypeAlias = dict[EdgeType, tuple[int, ...]]
-DEFAULT = "default"
-
-
-def check_num_neighbors(graph: Graph, value: Any) -> Fanouts:
-    """Return the fanouts of each edge type of `graph`, from the seeds outward.
-
-    Args:
-        graph: without edge types, there are no fanouts, and minibatches have only the seeds.
-        value: a list for all edge types, or a dict by edge type: a triple, the name of a relation,
-            or the names joined by "__". The key "default" is for edge types that are not in it.
-
-    Raises:
-        TypeError: fanouts are not integers.
-        ValueError: an edge type is unknown, missing or given twice, or the numbers of hops differ.
-    """
-    if not isinstance(value, Mapping):
-        fanouts = check_fanouts("num_neighbors", value)
-        return dict.fromkeys(graph.edge_types, fanouts)
-    given: Fanouts = {}
-    default = None
-    for key, own in value.items():
-        fanouts = check_fanouts(f"num_neighbors[{key!r:.100}]", own)
-        if key == DEFAULT:
-            default = fanouts
-            continue
-        try:
-            edge_type = graph.edge_type(tuple(key) if isinstance(key, list) else key)
-        except ValueError as error:
-            raise ValueError(f"num_neighbors: {error}") from None
-        if edge_type in given:
-            raise ValueError(f"num_neighbors has edge type {edge_type} twice\n\nhint: remove one")
-        given[edge_type] = fanouts
-    missing = [each for each in graph.edge_types if each not in given]
-    if missing and default is None:
-        raise ValueError(
-            f"num_neighbors has no edge type {missing[0]}\n\n"
-            f"hint: num_neighbors[{missing[0]}] = [0, ...] samples none of its edges; the key "
-            "'default' is for all others"
-        )
-    found = {each: given.get(each, default or ()) for each in graph.edge_types}
-    first, num_hops = next(((each, len(own)) for each, own in found.items()), (None, 0))
-    for each, own in found.items():
-        if len(own) != num_hops:
-            raise ValueError(
-                f"num_neighbors has {num_hops} hops for edge type {first}, but {len(own)} for "
-                f"{each}: the number of hops must be the same across all edge types"
-            )
-    return found
 
 
 @dataclass(frozen=True)
@@ -142,7 +64,7 @@ def _metadata(node_types: tuple[str, ...], edge_types: tuple[EdgeType, ...]) -> 
 
 
 @dataclass(frozen=True, repr=False)
-class HeteroBlock:
+class HeteroBlock(Compact):
     """The bipartite graph of one layer with all edge types, as one CSC structure.
 
     The sources of node type t are the rows from `row_offsets[t]` on; the first D_t of them are the
@@ -277,7 +199,7 @@ def build_hetero_blocks(
     The function is thread-safe, and releases the GIL during the work on edges.
 
     Args:
-        batch: from a `HeteroSampler`, on the host.
+        batch: from a `Sampler`, on the host.
         empty: allocates the tensors of the blocks, such as `Pool.empty`. Default: a pool of
             ordinary memory.
 
@@ -398,9 +320,6 @@ def _products(sizes: Iterable[int], groups: Iterable[tuple[int, ...]]) -> tuple[
     return tuple(size * len(group) for size, group in zip(sizes, groups, strict=True))
 
 
-Strategy: TypeAlias = Literal["uniform", "last"]
-SubgraphType: TypeAlias = Literal["directional", "bidirectional", "induced"]
-
 K = TypeVar("K", bound=Hashable)
 
 # page faults of newly allocated memory would take longer than writing row and col
@@ -408,7 +327,7 @@ _pool = Pool()
 
 
 @dataclass(repr=False)
-class HeteroBatch:
+class HeteroBatch(Compact):
     """A sampled subgraph with several types of nodes and edges; ids and positions are int64.
 
     A sampler returns tensors on the host. In a minibatch of a loader for a GPU, all tensors but
@@ -613,280 +532,3 @@ class HeteroBatch:
         nodes = ", ".join(f"{name}={len(ids)}" for name, ids in self.nodes.items())
         edges = ", ".join(f"{name}={len(own)}" for name, own in self.indices.items())
         return f"HeteroBatch(nodes: {nodes}; edges: {edges})"
-
-
-class HeteroSampler:
-    """Sample multi-hop in-neighbourhoods in a heterogeneous graph; `sample` is thread-safe.
-
-    The sampled neighbours of a node depend only on its eligible in-edges, the random seed, the
-    epoch, the hop, the edge type and its fanout; in disjoint subgraphs also on the node and
-    the time of their seed. They depend neither on the minibatch, threads and ranks, nor on edges
-    that are later than the time of the seed.
-
-    Args:
-        graph: on the host.
-        num_neighbors: numbers of neighbours for each hop, from the seeds outward, as in PyG: a list
-            for all edge types, or a dict with a list of the same length for each edge type. -1
-            takes all neighbours, 0 none. In a dict, the key "default" is for edge types
-            that are not in it.
-        seed: random seed, a 64-bit integer.
-        replace: sample with replacement: each node gets as many edges as its fanout, if it has any.
-        weighted: sample in proportion to the weights of edges, for the edge types that have
-            weights. Edges of weight 0 are never sampled.
-        disjoint: sample a separate subgraph for each seed. Temporal sampling always does.
-        temporal: "uniform" samples from the edges that are not later than the time of the seed;
-            "last" takes the latest of them, for edge types with times, and of those with a weight
-            above 0 if `weighted` is set. The time of the seed holds for all hops; the seeds
-            themselves are always part of it. None ignores times.
-        time: times that count: "edge", "node" (an edge is as late as its source), or "both" (the
-            later of these). Edge types without such times are always visible, even if other types
-            have times.
-        subgraph_type: "directional" returns the sampled edges; "bidirectional" adds their reverses,
-            for edge types whose reverse type exists; "induced" returns all edges, not later than
-            the time of the seed, among the sampled nodes.
-        once: sample in-edges of each node only at the hop after the one that found it, as PyG does;
-            otherwise at all later hops, as DGL does, so that each hop is a complete block.
-        edge_ids: also return edge ids.
-
-    Attributes:
-        pool: buffer pool for minibatches, on the host. A loader for a GPU replaces it by a pool of
-            page-locked memory.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: a fanout, an edge type or an option is invalid, the graph has no weights
-            or no times, or its columns are not sorted by time, see `Graph.sort_by_time`.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        num_neighbors: Sequence[int] | Mapping[Any, Sequence[int]],
-        *,
-        seed: int = 0,
-        replace: bool = False,
-        weighted: bool = False,
-        disjoint: bool = False,
-        temporal: Strategy | None = None,
-        time: TimeKind = "both",
-        subgraph_type: SubgraphType = "directional",
-        once: bool = True,
-        edge_ids: bool = True,
-    ) -> None:
-        check_kind("graph", graph, Graph, "Graph.from_pyg, from_dgl or from_arrays")
-        self.graph = graph
-        self.fanouts: Fanouts = check_num_neighbors(graph, num_neighbors)
-        self.seed = check_seed("seed", seed)
-        check_choice("subgraph_type", subgraph_type, ("directional", "bidirectional", "induced"))
-        if temporal is not None:
-            check_choice("temporal", temporal, ("uniform", "last"))
-            graph.check_time_order(time)
-        self.temporal, self.time, self.subgraph_type = temporal, time, subgraph_type
-        self.weighted = check_flag("weighted", weighted)
-        if self.weighted and all(graph.edges(each).weight is None for each in graph.edge_types):
-            raise ValueError(
-                f"weighted is True, but no edge type of {graph} has weights\n\n"
-                "hint: from_pyg(data, weight_attr='weight'), or weight= of the edges"
-            )
-        self.options = Options(
-            fanouts=tuple(zip(*self.fanouts.values(), strict=True)),
-            replace=check_flag("replace", replace),
-            temporal=temporal,
-            disjoint=check_flag("disjoint", disjoint) or temporal is not None,
-            once=check_flag("once", once),
-            induced=subgraph_type == "induced",
-            edge_ids=check_flag("edge_ids", edge_ids),
-        )
-        self.pool = Pool()
-        self._hops = HopSampler(self._make_tables(), self.options)
-
-    def _make_tables(self) -> GraphTables:
-        graph = self.graph
-        numbers = {name: number for number, name in enumerate(graph.node_types)}
-        relations = []
-        for edge_type in graph.edge_types:
-            store = graph.edges(edge_type)
-            edge_time, node_time = (None, None)
-            if self.temporal is not None:
-                edge_time, node_time = graph.times(edge_type, self.time)
-            relations.append(
-                Relation(
-                    numbers[edge_type[0]],
-                    numbers[edge_type[2]],
-                    store.indptr,
-                    store.indices,
-                    derive_key(self.seed, RELATION_KEY, *edge_type),
-                    store.edge_ids,
-                    edge_time,
-                    node_time,
-                    store.weight if self.weighted else None,
-                )
-            )
-        sizes = [graph.nodes(name).num_nodes for name in graph.node_types]
-        type_keys = [derive_key(self.seed, TYPE_KEY, name) for name in graph.node_types]
-        return GraphTables(sizes, relations, type_keys)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy has its own buffer pool and workspaces, and its arrays have other addresses
-        return self.__dict__ | {"pool": None, "_hops": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.pool = Pool()
-        self._hops = HopSampler(self._make_tables(), self.options)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Options that determine the sampled neighbours, for a loader's state dict."""
-        return {
-            "num_neighbors": {"__".join(each): list(own) for each, own in self.fanouts.items()},
-            "sampler_seed": self.seed,
-            "replace": self.options.replace,
-            "weighted": self.weighted,
-            "disjoint": self.options.disjoint,
-            "temporal": self.temporal,
-            "time": self.time,
-            "subgraph_type": self.subgraph_type,
-            "once": self.options.once,
-        }
-
-    def sample(
-        self,
-        seeds: Mapping[str, IdsLike] | tuple[str, IdsLike],
-        epoch: int,
-        seed_times: Any = None,
-        *,
-        exclude: Mapping[EdgeType, IdsLike] | None = None,
-    ) -> HeteroBatch:
-        """Sample the neighbourhood of seeds.
-
-        Args:
-            seeds: for each node type ids on the host, a tensor, an array or a list; or a pair of a
-                type and ids. Without disjoint subgraphs, a seed that occurs twice is two
-                nodes with the same neighbours, and edges from it refer to the first.
-            epoch: in [0, 2**32); the sampled neighbours differ between epochs.
-            seed_times: for temporal sampling a dict like `seeds`, or (S,) times of all seeds in
-                their order: integers in the unit of the graph's times; or dates, which are rounded
-                down to this unit, if `graph.time_unit` is set. None uses the times of the seed
-                nodes.
-            exclude: for each edge type ids of edges that are not sampled at any hop, such as
-                the edges whose existence is to be predicted. Neighbours are sampled among the other
-                edges.
-
-        Raises:
-            TypeError: an argument has the wrong type.
-            ValueError: a type is unknown, a seed is not a node of its type, an excluded edge is not
-                an edge of its type, there are no seeds or no times, or the graph has offsets or
-                sources out of range.
-        """
-        begin_s = time.perf_counter()
-        epoch = check_epoch("epoch", epoch)
-        given = self._check_seeds(seeds)
-        times = None
-        if self.temporal is not None:
-            times = self._seed_times(given, seed_times)
-        elif seed_times is not None:
-            raise ValueError("seed_times are given, but the sampler ignores times")
-        numbers, excluded = self.graph.node_types, self._positions(exclude or {})
-        try:
-            sampled = self._hops.sample(
-                [(numbers.index(name), ids) for name, ids in given.items()],
-                epoch,
-                seed_times=times,
-                excluded=excluded,
-                empty=self.pool.empty,
-            )
-        except InvalidColumn as error:
-            edge_type = self.graph.edge_types[error.relation]
-            raise damage_error(self.graph, error.array, error.wrong, edge_type) from None
-        batch = self._to_batch(sampled, given, times)
-        if self.subgraph_type == "bidirectional":
-            to_bidirectional(batch)
-        batch.times["sample_s"] = time.perf_counter() - begin_s
-        return batch
-
-    def _check_seeds(self, seeds: Any) -> dict[str, Tensor]:
-        if isinstance(seeds, tuple) and len(seeds) == 2 and isinstance(seeds[0], str):
-            seeds = {seeds[0]: seeds[1]}
-        if not isinstance(seeds, Mapping):
-            raise TypeError(f"seeds is {describe(seeds)}, not a dict of ids by node type")
-        if not seeds:
-            raise ValueError("seeds has no node types\n\nhint: {'paper': ids}")
-        return {
-            name: check_seeds(
-                f"seeds of node type {name!r}", ids, self.graph.nodes(name).num_nodes
-            ).contiguous()
-            for name, ids in seeds.items()
-        }
-
-    def _positions(self, exclude: Mapping[EdgeType, IdsLike]) -> dict[int, Tensor]:
-        """Return the ascending positions of excluded edges, by the number of their edge type."""
-        check_kind("exclude", exclude, Mapping, "a dict of edge ids by edge type")
-        found: dict[int, Tensor] = {}
-        for key, given in exclude.items():
-            edge_type = self.graph.edge_type(key)
-            edges, name = self.graph.edges(edge_type), f"edge ids of exclude[{edge_type}]"
-            ids = as_ids(name, given, "edge ids; convert a mask with .nonzero().flatten()").cpu()
-            reason = "there are {} edges of this type"
-            check_range(name, ids, edges.num_edges, reason, "ids of edges of the graph")
-            if edges.positions is not None:
-                ids = edges.positions[ids]
-            number = self.graph.edge_types.index(edge_type)
-            if number in found:
-                # given by its triple and by the name of its relation
-                ids = torch.cat([found[number], ids])
-            # NumPy's sort is several times as fast as torch's in one thread
-            found[number] = torch.from_numpy(np.unique(ids.numpy()))
-        return {number: positions for number, positions in found.items() if len(positions)}
-
-    def _seed_times(self, seeds: Mapping[str, Tensor], given: Any) -> Tensor:
-        """Return the times of all seeds in their order."""
-        total, unit = sum(map(len, seeds.values())), self.graph.time_unit
-        if given is not None and not isinstance(given, Mapping):
-            return as_times("seed_times", given, total, unit, is_limit=True)
-        parts = [torch.empty(0, dtype=torch.int64)]
-        for name, ids in seeds.items():
-            if given is not None:
-                if name not in given:
-                    raise ValueError(f"seed_times has no times for node type {name!r}")
-                name_of_times = f"seed_times of {name!r}"
-                parts.append(as_times(name_of_times, given[name], len(ids), unit, is_limit=True))
-                continue
-            own = self.graph.nodes(name).time
-            if own is None:
-                raise ValueError(
-                    f"the seeds of node type {name!r} have no times, since the type has none"
-                )
-            parts.append(own[ids])
-        unknown = [name for name in given or () if name not in seeds]
-        if unknown:
-            raise ValueError(f"seed_times has the node type {unknown[0]!r}, but seeds does not")
-        return torch.cat(parts)
-
-    def _to_batch(
-        self, sampled: Sample, seeds: Mapping[str, Tensor], times: Tensor | None
-    ) -> HeteroBatch:
-        node_types, edge_types = self.graph.metadata()
-        nodes = dict(zip(node_types, sampled.nodes, strict=True))
-        ids, subgraphs = sampled.edge_ids, sampled.subgraphs
-        zeros = [0] * len(node_types)
-        num_nodes = _differences([zeros, *sampled.num_nodes])
-        num_edges = None if self.options.induced else _differences(sampled.num_edges)
-        return HeteroBatch(
-            nodes=nodes,
-            seeds={name: nodes[name][: len(own)] for name, own in seeds.items()},
-            indptr=dict(zip(edge_types, sampled.indptr, strict=True)),
-            indices=dict(zip(edge_types, sampled.indices, strict=True)),
-            edge_ids=None if ids is None else dict(zip(edge_types, ids, strict=True)),
-            num_nodes=dict(zip(node_types, num_nodes, strict=True)),
-            num_edges=None if num_edges is None else dict(zip(edge_types, num_edges, strict=True)),
-            subgraphs=None if subgraphs is None else dict(zip(node_types, subgraphs, strict=True)),
-            seed_times=times,
-            once=self.options.once,
-        )
-
-
-def _differences(counts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return for each type the differences between consecutive counts of all types."""
-    own = zip(*counts, strict=True)
-    return [tuple(after - before for before, after in pairwise(each)) for each in own]

@@ -26,7 +26,7 @@ from gcnzc.graph.values import to_array
 from gcnzc.kernels.buffers import Allocate, Pool
 from gcnzc.kernels.sample.exclude import find_edges, is_sorted, sort_columns
 from gcnzc.sampling.batch import Block
-from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
+from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.sampling.negatives import Negatives, NegativeSampler
 from gcnzc.sampling.neighbor import Sampler, check_range
 from gcnzc.sampling.reverse_types import find_reverse_types
@@ -66,8 +66,8 @@ class LinkSampler:
     their own neighbourhoods as without times, see `exclude`.
 
     Args:
-        sampler: samples the neighbourhoods of the end nodes; directional. Of a `gcnzc.Sampler`
-            whose graph has columns that are not sorted, a sorted copy of `indices` is sampled.
+        sampler: samples the neighbourhoods of the end nodes; directional. Of a graph without
+            types whose columns are not sorted, a sorted copy of `indices` is sampled.
         edges: (2, E) sources and destinations of the seed edges, which need not be edges of the
             graph. Default: those of the graph, in the order of the edge ids.
         edge_type: of the pairs: a triple, or the name of a unique relation. Default: the only one.
@@ -85,9 +85,9 @@ class LinkSampler:
         exclude: the edges that are excluded from the neighbourhoods: "none", the seed edges of the
             minibatch ("self"), or also their reverse edges ("reverse"). All duplicates of an
             excluded edge are excluded. Default: "reverse", and "none" with a temporal sampler for
-            which the times of these edges count. In a graph of one type, neighbours are sampled
-            from the remaining edges. In a graph with types, excluded edges are removed from the
-            sampled ones, so that a node with a removed edge has one neighbour less.
+            which the times of these edges count. In a graph without types, neighbours are sampled
+            from the remaining edges, if the sampler is plain. Otherwise excluded edges are removed
+            from the sampled ones, so that a node with a removed edge has one neighbour less.
         reverse_types: of a graph with types, edge types of the reverse edges, from which the
             reverses of seed edges are removed where they exist. Default: the types whose edges are
             reverses of all edges of `edge_type` or of almost all; and those that are named like the
@@ -112,7 +112,7 @@ class LinkSampler:
 
     def __init__(
         self,
-        sampler: Sampler | HeteroSampler,
+        sampler: Sampler,
         edges: Any = None,
         edge_type: EdgeType | str | None = None,
         *,
@@ -125,15 +125,12 @@ class LinkSampler:
         known: Graph | None = None,
         seed: int = 0,
     ) -> None:
-        if not isinstance(sampler, Sampler | HeteroSampler):
-            raise TypeError(f"sampler is {describe(sampler)}, not a gcnzc.Sampler(graph, fanouts)")
-        self._sampler: Any = sampler
-        self._has_types, self.graph = isinstance(sampler, HeteroSampler), sampler.graph
-        subgraph_type = getattr(sampler, "subgraph_type", "directional")
-        if subgraph_type != "directional":
+        check_kind("sampler", sampler, Sampler, "gcnzc.Sampler(graph, fanouts)")
+        if sampler.subgraph_type != "directional":
             raise ValueError(
-                f"the sampler's subgraph_type is {subgraph_type!r}\n\nhint: 'directional'"
+                f"the sampler's subgraph_type is {sampler.subgraph_type!r}\n\nhint: 'directional'"
             )
+        self._sampler, self.graph = sampler, sampler.graph
         self.edge_type = self.graph.edge_type(edge_type)
         self.edges = self._check_edges(edges)
         self.times = self._check_times(times, is_own=edges is None)
@@ -147,12 +144,11 @@ class LinkSampler:
         self.seed = check_seed("seed", seed)
         # the graph that is sampled from, and the positions of its edges in `graph`
         self._sampled, self._order = self.graph, None
-        if isinstance(sampler, Sampler) and self.exclude != "none":
+        if sampler.is_plain and self.exclude != "none":
             # sorted columns are needed to find the excluded edges
-            edge_ids = sampler.edge_ids
-            self._sampled, self._order = _sort_columns(self.graph, edge_ids)
+            self._sampled, self._order = _sort_columns(self.graph, sampler.edge_ids)
             if self._sampled is not self.graph:
-                self._sampler = Sampler(self._sampled, sampler.fanouts, sampler.seed, edge_ids)
+                self._sampler = sampler.with_graph(self._sampled)
         self._negatives = self._build_negatives(self._sampled if known is None else known)
 
     @property
@@ -249,7 +245,7 @@ class LinkSampler:
         negatives = self._negatives.sample(positives, items, times, epoch)
         ends = torch.cat([positives, negatives], dim=1)
         batch: Any
-        if not self._has_types:
+        if self._sampler.is_plain:
             nodes, pairs = ends.unique(return_inverse=True)
             batch = self._sampler.sample_checked(nodes, epoch, self._excluded_edges(positives))
             batch.blocks = tuple(self._restore_graph(block) for block in batch.blocks)
@@ -353,7 +349,7 @@ class LinkSampler:
         return found
 
     def _check_times(self, times: Any, *, is_own: bool) -> Tensor | None:
-        if not self._has_types or self._sampler.temporal is None:
+        if self._sampler.temporal is None:
             if times is not None:
                 raise ValueError("times are given, but the sampler ignores times")
             return None
@@ -377,7 +373,7 @@ class LinkSampler:
                     self._check_reverse_times(given)
                     exclude = "none"
         check_choice("exclude", exclude, get_args(Exclude))
-        if exclude != "reverse" or not self._has_types:
+        if exclude != "reverse" or self._sampler.is_plain:
             return exclude, []
         if given is None:
             return exclude, find_reverse_types(self.graph, self.edge_type)

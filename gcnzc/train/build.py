@@ -20,7 +20,6 @@ from gcnzc.optim import (
     ZeroOneSchedule,
 )
 from gcnzc.optim.defaults import WARMUP_SHARE
-from gcnzc.sampling.hetero import HeteroSampler
 from gcnzc.sampling.neighbor import Sampler, SamplerProtocol
 from gcnzc.train.config import ONE_BIT, LoadingOptions, TrainConfig, TrainingOptions
 from gcnzc.train.models import build_gnn
@@ -41,9 +40,7 @@ def choose_fanouts(given: Sequence[int] | None, num_layers: int) -> Sequence[int
     return [-1] * num_layers if given is None else given
 
 
-def build_hetero_sampler(
-    config: TrainConfig, graph: Graph, fanouts: Sequence[int]
-) -> HeteroSampler:
+def build_hetero_sampler(config: TrainConfig, graph: Graph, fanouts: Sequence[int]) -> Sampler:
     """Build the neighbour sampler of a run.
 
     Args:
@@ -52,14 +49,13 @@ def build_hetero_sampler(
         fanouts: neighbours per node and edge type, input layer first.
     """
     temporal: Any = config.graph.temporal.name if config.graph.is_temporal else None
-    return HeteroSampler(
+    return Sampler(
         graph,
-        # the sampler's first hop is from the seeds
-        list(reversed(fanouts)),
+        fanouts,
         seed=config.loading.seed,
         temporal=temporal,
         time=config.graph.time_kind,
-        edge_ids=False,
+        once=True,
     )
 
 

@@ -81,8 +81,8 @@ TEMPORAL = Choices(
     "--temporal",
     {
         "none": (),
-        "uniform": ("gcnzc.sampling.hetero:HeteroSampler",),
-        "last": ("gcnzc.sampling.hetero:HeteroSampler",),
+        "uniform": ("gcnzc.sampling.neighbor:Sampler",),
+        "last": ("gcnzc.sampling.neighbor:Sampler",),
     },
     supplied=(
         *("seed", "replace", "weighted", "disjoint", "temporal"),

@@ -6,11 +6,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from hetero_graphs import pyg_sampler
 
 import gcnzc
 from gcnzc.graph import Graph, Table, from_tables
 from gcnzc.graph.times import describe_wrong_time, parse_times
-from gcnzc.sampling import HeteroSampler
 
 KNOWS = ("user", "knows", "user")
 FACTORS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
@@ -25,7 +25,7 @@ def graph_of(times, **options):
 
 def seen(graph, time):
     """The users that user 0 sees at a time."""
-    sampler = HeteroSampler(graph, [-1], temporal="uniform")
+    sampler = pyg_sampler(graph, [-1], temporal="uniform")
     return sampler.sample(("user", [0]), 0, time).nodes["user"][1:].tolist()
 
 

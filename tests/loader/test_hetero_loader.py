@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from hetero_graphs import pyg_sampler
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph import Graph
 from gcnzc.loader import Loader
-from gcnzc.sampling import HeteroSampler, LinkSampler, build_hetero_blocks
+from gcnzc.sampling import LinkSampler, build_hetero_blocks
 from gcnzc.sampling.link import edge_times
 from gcnzc.sampling.reverse_types import find_reverse_types
 
@@ -37,7 +38,7 @@ def graph():
 def make(graph):
     def make(sampler=None, seeds=None, batch_size=16, **options):
         if sampler is None:
-            sampler = HeteroSampler(graph, [3, 2], seed=1)
+            sampler = pyg_sampler(graph, [3, 2], seed=1)
             seeds = ("user", torch.arange(0, USERS, 2)) if seeds is None else seeds
             options = {"labels": torch.arange(45) % 3} | options
         options = {"threads": 2, "sampler": sampler} | options
@@ -49,7 +50,7 @@ def make(graph):
 @pytest.fixture
 def links(graph):
     def links(fanouts=(4, 3), temporal=None, edges=None, **options):
-        sampler = HeteroSampler(graph, list(fanouts), seed=2, temporal=temporal, time="edge")
+        sampler = pyg_sampler(graph, list(fanouts), seed=2, temporal=temporal, time="edge")
         return LinkSampler(sampler, edges, BUYS, **options)
 
     return links
@@ -78,7 +79,7 @@ def test_every_seed_is_used_once_with_its_features_labels_and_blocks(make, graph
 
 
 def test_seed_times_bound_the_neighbourhoods(make, graph):
-    sampler = HeteroSampler(graph, [-1, -1], temporal="uniform", time="edge")
+    sampler = pyg_sampler(graph, [-1, -1], temporal="uniform", time="edge")
     ids, times = torch.tensor([5, 5, 7, 9]), torch.tensor([10, 30, 20, 0])
     loader = make(sampler, ("user", ids), 2, seed_times=times, labels=torch.eye(4), shuffle=False)
     edge_time = edge_times(graph, BOUGHT)
@@ -168,7 +169,7 @@ def test_bad_input_is_rejected_by_name(make, graph, links):
         load(("item", [0]), {"item": FeatureTable(torch.zeros(3, 1))})
     with pytest.raises(TypeError, match="table is a FeatureTable"):
         load(("item", [0]), FeatureTable(torch.zeros(70, 1)))
-    timed = HeteroSampler(graph, [2], temporal="last", time="edge")
+    timed = pyg_sampler(graph, [2], temporal="last", time="edge")
     with pytest.raises(ValueError, match="'item' have no times"):
         load(("item", [0]), sampler=timed)
     with pytest.raises(ValueError, match="labels are of seed nodes"):

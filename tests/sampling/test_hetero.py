@@ -6,13 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hetero_graphs import pyg_sampler
 from scipy.stats import chi2
 
 import gcnzc
 from gcnzc.graph import EdgeStore, Graph
 from gcnzc.kernels import sample as kernels_sample
 from gcnzc.kernels.sample.reference import sample_reference
-from gcnzc.sampling import HeteroSampler, LinkSampler, build_full_hetero_blocks
+from gcnzc.sampling import LinkSampler, build_full_hetero_blocks
 from tests.hetero_graphs import assert_equal, random_graph, random_seeds
 
 FANOUTS = (-1, 0, 1, 2, 3, 5, 70)
@@ -51,7 +52,7 @@ def test_equals_the_reference(times, weights):
         num_hops = int(random.integers(1, 4))
         fanouts = {each: random.choice(FANOUTS, num_hops).tolist() for each in graph.edge_types}
         options = random_options(random, times, weights)
-        sampler = HeteroSampler(graph, fanouts, **options)
+        sampler = pyg_sampler(graph, fanouts, **options)
         for epoch in (0, 2**32 - 1):
             seeds, seed_times = random_seeds(graph, trial + epoch)
             seed_times = seed_times if options["temporal"] else None
@@ -104,7 +105,7 @@ def reachable(graph, batch):
 def test_edges_counts_and_order_follow_pyg(disjoint):
     for trial in range(20):
         graph = random_graph(trial, edges=80)
-        sampler = HeteroSampler(graph, [3, 2], disjoint=disjoint)
+        sampler = pyg_sampler(graph, [3, 2], disjoint=disjoint)
         seeds, _ = random_seeds(graph, trial, count=4)
         seeds = {name: ids.unique() for name, ids in seeds.items()}
         batch = sampler.sample(seeds, trial)
@@ -132,7 +133,7 @@ def test_edges_counts_and_order_follow_pyg(disjoint):
 
 def test_disjoint_subgraphs_are_those_of_single_seeds():
     graph = random_graph(5, num_types=2, edges=80)
-    sampler = HeteroSampler(graph, [3, 2], disjoint=True)
+    sampler = pyg_sampler(graph, [3, 2], disjoint=True)
     name = graph.node_types[0]
     seeds = torch.arange(graph.nodes(name).num_nodes)
     together = sampler.sample((name, seeds), 3)
@@ -148,7 +149,7 @@ def test_disjoint_subgraphs_are_those_of_single_seeds():
 
 def test_seeds_of_several_types_are_numbered_in_their_order():
     graph = random_graph(3, num_types=3)
-    batch = HeteroSampler(graph, [2], disjoint=True).sample({"t2": [0], "t0": [0, 0]}, 0)
+    batch = pyg_sampler(graph, [2], disjoint=True).sample({"t2": [0], "t0": [0, 0]}, 0)
     assert batch.subgraphs["t2"][:1].tolist() == [0]
     assert batch.subgraphs["t0"][:2].tolist() == [1, 2]
     assert batch.num_nodes["t1"][0] == 0
@@ -169,7 +170,7 @@ def test_choices_are_uniform_or_proportional_to_weights(replace, weighted):
         for name, count in degrees.items()
     }
     graph = Graph.from_arrays(degrees | {"x": rounds}, edges)
-    sampler = HeteroSampler(graph, [fanout], replace=replace, weighted=weighted)
+    sampler = pyg_sampler(graph, [fanout], replace=replace, weighted=weighted)
     batch = sampler.sample(("x", range(rounds)), 0)
     counts = {
         name: np.bincount(batch.nodes[name][batch.row[name, "r", "x"]], minlength=count)
@@ -205,7 +206,7 @@ def inclusion(weights, fanout, replace):
 def test_nothing_is_later_than_the_seed(times, temporal, subgraph_type):
     for trial in range(5):
         graph = random_graph(trial, times=times, edges=80)
-        sampler = HeteroSampler(
+        sampler = pyg_sampler(
             graph, [3, 3], temporal=temporal, subgraph_type=subgraph_type, replace=trial % 2 == 0
         )
         seeds, seed_times = random_seeds(graph, trial)
@@ -258,7 +259,7 @@ def test_minibatches_do_not_depend_on_the_future(times, temporal, subgraph_type)
     for trial in range(5):
         graphs = with_other_future(times, trial)
         batches = [
-            HeteroSampler(graph, [2, 3, 2], temporal=temporal, subgraph_type=subgraph_type).sample(
+            pyg_sampler(graph, [2, 3, 2], temporal=temporal, subgraph_type=subgraph_type).sample(
                 {"v": np.arange(20)}, trial, np.arange(20) % 6
             )
             for graph in graphs
@@ -271,7 +272,7 @@ def test_seed_times_default_to_the_times_of_the_seeds():
     graph = random_graph(4, times="node", num_types=2)
     name = graph.node_types[0]
     ids = torch.arange(graph.nodes(name).num_nodes)
-    sampler = HeteroSampler(graph, [2, 2], temporal="uniform")
+    sampler = pyg_sampler(graph, [2, 2], temporal="uniform")
     times = graph.nodes(name).time
     assert_equal(sampler.sample((name, ids), 1), sampler.sample((name, ids), 1, times))
     assert_equal(sampler.sample((name, ids), 1), sampler.sample({name: ids}, 1, {name: times}))
@@ -291,8 +292,8 @@ def test_bidirectional_subgraphs_equal_those_of_pyg():
         }
         graph = Graph.from_arrays(dict.fromkeys("uvw", 15), edges)
         seeds = ("u", [0, 1, 2])
-        plain = HeteroSampler(graph, [3, 2]).sample(seeds, trial)
-        batch = HeteroSampler(graph, [3, 2], subgraph_type="bidirectional").sample(seeds, trial)
+        plain = pyg_sampler(graph, [3, 2]).sample(seeds, trial)
+        batch = pyg_sampler(graph, [3, 2], subgraph_type="bidirectional").sample(seeds, trial)
         expected = sampler_base.HeteroSamplerOutput(
             node=plain.nodes, row=plain.row, col=plain.col, edge=dict(plain.edge_ids)
         ).to_bidirectional()
@@ -320,7 +321,7 @@ def test_blocks_have_the_nodes_and_edges_of_dgl(fanouts):
     # DGL numbers layers from the input
     sampler = dgl.dataloading.NeighborSampler(fanouts[::-1])
     nodes, _, blocks = sampler.sample(theirs, {name: seeds})
-    batch = HeteroSampler(graph, fanouts, once=False).sample((name, seeds), 0)
+    batch = pyg_sampler(graph, fanouts, once=False).sample((name, seeds), 0)
     for edge_type in graph.edge_types:
         counts = [block.num_edges(edge_type) for block in reversed(blocks)]
         assert list(batch.num_edges[edge_type]) == counts
@@ -331,7 +332,7 @@ def test_blocks_have_the_nodes_and_edges_of_dgl(fanouts):
 
 def test_csc_has_the_edges_of_each_destination():
     graph = random_graph(9, edges=80)
-    batch = HeteroSampler(graph, [3, 2]).sample(random_seeds(graph, 9)[0], 0)
+    batch = pyg_sampler(graph, [3, 2]).sample(random_seeds(graph, 9)[0], 0)
     for edge_type in graph.edge_types:
         indptr, indices = batch.csc(edge_type)
         cols = torch.arange(len(indptr) - 1).repeat_interleave(indptr.diff())
@@ -348,42 +349,42 @@ PLAIN = Graph.from_arrays({"u": 4, "v": 3}, {("u", "r", "v"): [[0], [0]]})
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: HeteroSampler(SHOP, {("u", "x", "v"): [1]}), r"no edge type with.*'x'"),
-        (lambda: HeteroSampler(SHOP, {}), r"no edge type \('u', 'r', 'v'\)"),
-        (lambda: HeteroSampler(SHOP, {"r": [1], ("u", "r", "v"): [1]}), "twice"),
-        (lambda: HeteroSampler(SHOP, [-2]), r"num_neighbors\[0\] is -2"),
-        (lambda: HeteroSampler(SHOP, []), "no fanout"),
-        (lambda: HeteroSampler(PLAIN, [1], temporal="uniform"), "has times"),
-        (lambda: HeteroSampler(SHOP, [1], temporal="first"), "temporal is 'first'"),
-        (lambda: HeteroSampler(SHOP, [1], temporal="last", time="edge"), "no edge type .* times"),
-        (lambda: HeteroSampler(PLAIN, [1], weighted=True), "no edge type .* has weights"),
-        (lambda: HeteroSampler(SHOP, [1], subgraph_type="all"), "subgraph_type is 'all'"),
-        (lambda: HeteroSampler(SHOP, [1]).sample({"w": [0]}, 0), "no node type 'w'"),
-        (lambda: HeteroSampler(SHOP, [1]).sample({"u": [0, 4]}, 0), "seeds of node type 'u'.* 4"),
-        (lambda: HeteroSampler(SHOP, [1]).sample({}, 0), "no node types"),
-        (lambda: HeteroSampler(SHOP, [1]).sample([0], 0), "seeds is .*, not a dict of ids by node"),
-        (lambda: HeteroSampler(SHOP, [1]).sample({"u": [0]}, 0, [3]), "ignores times"),
+        (lambda: pyg_sampler(SHOP, {("u", "x", "v"): [1]}), r"no edge type with.*'x'"),
+        (lambda: pyg_sampler(SHOP, {}), r"no edge type \('u', 'r', 'v'\)"),
+        (lambda: pyg_sampler(SHOP, {"r": [1], ("u", "r", "v"): [1]}), "twice"),
+        (lambda: pyg_sampler(SHOP, [-2]), r"fanouts\[0\] is -2"),
+        (lambda: pyg_sampler(SHOP, []), "no fanout"),
+        (lambda: pyg_sampler(PLAIN, [1], temporal="uniform"), "has times"),
+        (lambda: pyg_sampler(SHOP, [1], temporal="first"), "temporal is 'first'"),
+        (lambda: pyg_sampler(SHOP, [1], temporal="last", time="edge"), "no edge type .* times"),
+        (lambda: pyg_sampler(PLAIN, [1], weighted=True), "no edge type .* has weights"),
+        (lambda: pyg_sampler(SHOP, [1], subgraph_type="all"), "subgraph_type is 'all'"),
+        (lambda: pyg_sampler(SHOP, [1]).sample({"w": [0]}, 0), "no node type 'w'"),
+        (lambda: pyg_sampler(SHOP, [1]).sample({"u": [0, 4]}, 0), "seeds of node type 'u'.* 4"),
+        (lambda: pyg_sampler(SHOP, [1]).sample({}, 0), "no node types"),
+        (lambda: pyg_sampler(SHOP, [1]).sample([0], 0), "seeds is .*, not a dict of ids by node"),
+        (lambda: pyg_sampler(SHOP, [1]).sample({"u": [0]}, 0, [3]), "ignores times"),
         (
-            lambda: HeteroSampler(SHOP, [1], temporal="last").sample({"v": [0]}, 0),
+            lambda: pyg_sampler(SHOP, [1], temporal="last").sample({"v": [0]}, 0),
             "node type 'v' have no times",
         ),
         (
-            lambda: HeteroSampler(SHOP, [1], temporal="last").sample({"u": [0]}, 0, [np.nan]),
+            lambda: pyg_sampler(SHOP, [1], temporal="last").sample({"u": [0]}, 0, [np.nan]),
             r"seed_times\[0\] is nan",
         ),
         (
-            lambda: HeteroSampler(SHOP, [1], temporal="last").sample({"u": [0, 1]}, 0, [1]),
+            lambda: pyg_sampler(SHOP, [1], temporal="last").sample({"u": [0, 1]}, 0, [1]),
             r"seed_times has shape \(1,\)",
         ),
         (
-            lambda: HeteroSampler(SHOP, [1], temporal="last").sample({"u": [0]}, 0, {"v": [1]}),
+            lambda: pyg_sampler(SHOP, [1], temporal="last").sample({"u": [0]}, 0, {"v": [1]}),
             "seed_times has no times for node type 'u'",
         ),
         (lambda: build_full_hetero_blocks(SHOP, 1, targets=["w"]), "targets has the node type 'w'"),
-        (lambda: LinkSampler(HeteroSampler(SHOP, [1]), edge_type="r", times=[1]), "ignores times"),
-        (lambda: LinkSampler(HeteroSampler(SHOP, [1]), [[0.5], [1]], "r"), "edges of .* are"),
+        (lambda: LinkSampler(pyg_sampler(SHOP, [1]), edge_type="r", times=[1]), "ignores times"),
+        (lambda: LinkSampler(pyg_sampler(SHOP, [1]), [[0.5], [1]], "r"), "edges of .* are"),
         (
-            lambda: LinkSampler(HeteroSampler(SHOP, [1]), np.empty((2, 0), int), "r"),
+            lambda: LinkSampler(pyg_sampler(SHOP, [1]), np.empty((2, 0), int), "r"),
             r"edges of .* are empty\n\nhint: is the split empty",
         ),
     ],
@@ -411,7 +412,7 @@ def test_a_damaged_graph_is_an_error_and_not_read_outside(damage, temporal):
     graph._is_checked = True
     graph._sorted.add((("u", "r", "v"), "both"))
     for subgraph_type in ("directional", "induced"):
-        sampler = HeteroSampler(graph, [-1], temporal=temporal, subgraph_type=subgraph_type)
+        sampler = pyg_sampler(graph, [-1], temporal=temporal, subgraph_type=subgraph_type)
         times = [9] if temporal else None
         with pytest.raises(ValueError, match=r"edge type \('u', 'r', 'v'\): "):
             sampler.sample(("v", [0]), 0, times)
@@ -424,11 +425,11 @@ def test_columns_that_are_not_sorted_by_time_are_an_error_and_can_be_sorted(tmp_
         {"u": SHOP.nodes("u"), "v": SHOP.nodes("v")}, {("u", "r", "v"): late_first}
     )
     with pytest.raises(ValueError, match=r"not sorted by time: .* node 0 have time 5 before"):
-        HeteroSampler(graph, [1], temporal="uniform")
+        pyg_sampler(graph, [1], temporal="uniform")
     gcnzc.prepare(graph, tmp_path / "g")
     with pytest.raises(ValueError, match=r"hint: .*, unless `gcnzc info .*g --verify` reports a d"):
-        HeteroSampler(gcnzc.load(tmp_path / "g").graph, [1], temporal="uniform")
-    found = HeteroSampler(graph.sort_by_time(), [-1], temporal="uniform")
+        pyg_sampler(gcnzc.load(tmp_path / "g").graph, [1], temporal="uniform")
+    found = pyg_sampler(graph.sort_by_time(), [-1], temporal="uniform")
     assert found.sample(("v", [0]), 0, [4]).edge_ids["u", "r", "v"].tolist() == [1]
 
 
@@ -441,7 +442,7 @@ def test_excluded_edges_are_ids_by_edge_type():
             ("v", "s", "u"): {"edge_index": [[0, 1, 2], [0, 1, 2]]},
         },
     )
-    sampler = HeteroSampler(graph, [-1, -1], once=False)
+    sampler = pyg_sampler(graph, [-1, -1], once=False)
     seeds = {"v": [0, 1, 2], "u": [2]}
 
     def edges(exclude):

@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 import torch
-from hetero_graphs import random_graph, random_seeds
+from hetero_graphs import pyg_sampler, random_graph, random_seeds
 
-from gcnzc.sampling import HeteroSampler, build_full_hetero_blocks, build_hetero_blocks
+from gcnzc.sampling import build_full_hetero_blocks, build_hetero_blocks
 
 
 def edges_of(block):
@@ -48,7 +48,7 @@ def test_a_block_has_the_edges_of_its_hops(once, disjoint):
     for seed in range(8):
         graph = random_graph(seed)
         seeds, _ = random_seeds(graph, seed)
-        batch = HeteroSampler(graph, [3, 2, 2], once=once, disjoint=disjoint).sample(seeds, epoch=0)
+        batch = pyg_sampler(graph, [3, 2, 2], once=once, disjoint=disjoint).sample(seeds, epoch=0)
         blocks = build_hetero_blocks(batch)
         assert len(blocks) == 3
         for i, block in enumerate(blocks):
@@ -64,7 +64,7 @@ def test_other_subgraphs_have_all_edges_in_each_block_but_the_last(kind):
     for seed in range(8):
         graph = random_graph(seed)
         seeds, _ = random_seeds(graph, seed)
-        batch = HeteroSampler(graph, [3, 2, 2], subgraph_type=kind).sample(seeds, epoch=0)
+        batch = pyg_sampler(graph, [3, 2, 2], subgraph_type=kind).sample(seeds, epoch=0)
         blocks = build_hetero_blocks(batch)
         assert edges_of(blocks[0]) == edges_of(blocks[1]) == edges_in(batch)
         bounds = {name: counts[0] for name, counts in batch.num_nodes.items()}
@@ -103,7 +103,7 @@ def test_full_blocks_have_the_graph():
 def test_positions_out_of_range_are_errors(value):
     graph = random_graph(3)
     seeds, _ = random_seeds(graph, 3)
-    batch = HeteroSampler(graph, [3]).sample(seeds, epoch=0)
+    batch = pyg_sampler(graph, [3]).sample(seeds, epoch=0)
     edge_type = next(each for each, own in batch.indices.items() if len(own) > 1)
     batch.indices[edge_type][1] = value
     with pytest.raises(ValueError, match=str(value)) as error:

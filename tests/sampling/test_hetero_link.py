@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from hetero_graphs import pyg_sampler
 
 from gcnzc.graph import Graph
 from gcnzc.kernels.sample.negatives import TRIES, sample_negative_reference
-from gcnzc.sampling import HeteroSampler, LinkSampler
+from gcnzc.sampling import LinkSampler
 
 BUYS, BOUGHT = ("user", "buys", "item"), ("item", "bought", "user")
 KNOWS = ("user", "knows", "user")
@@ -32,7 +33,7 @@ def shop(seed=0, *, dense=False, **changes):
 
 
 def links(graph, *, time="both", seed=7, **options):
-    sampler = HeteroSampler(graph.sort_by_time(time), [3, 2], temporal="uniform", time=time)
+    sampler = pyg_sampler(graph.sort_by_time(time), [3, 2], temporal="uniform", time=time)
     return LinkSampler(sampler, edge_type=BUYS, seed=seed, **options)
 
 
@@ -72,7 +73,7 @@ def test_an_edge_without_a_negative_is_found_in_advance():
     graph = Graph.from_arrays(nodes, {BUYS: {"edge_index": pairs}})
 
     def sampler(edges, **options):
-        return LinkSampler(HeteroSampler(graph, [2]), edges, BUYS, **options)
+        return LinkSampler(pyg_sampler(graph, [2]), edges, BUYS, **options)
 
     with pytest.raises(ValueError, match="edges between node 1 and all others"):
         sampler(pairs).check_negatives()
@@ -86,9 +87,9 @@ def test_an_edge_without_a_negative_is_found_in_advance():
     knows = {KNOWS: {"edge_index": np.array([[0], [1]])}}
     graph = Graph.from_arrays({"user": {"num_nodes": 2}}, knows)
     with pytest.raises(ValueError, match="edges between node 0 and all others"):
-        LinkSampler(HeteroSampler(graph, [2]), edge_type=KNOWS).check_negatives()
+        LinkSampler(pyg_sampler(graph, [2]), edge_type=KNOWS).check_negatives()
     # without times, the ends of pairs are the same nodes
-    batch = LinkSampler(HeteroSampler(graph, [2]), edge_type=KNOWS, num_negatives=0).sample([0], 0)
+    batch = LinkSampler(pyg_sampler(graph, [2]), edge_type=KNOWS, num_negatives=0).sample([0], 0)
     assert batch.nodes["user"][batch.pairs].tolist() == [[0], [1]]
 
 
@@ -152,7 +153,7 @@ def test_the_only_valid_negative_is_found():
         {"user": 1, "item": {"num_nodes": 4, "time": [0, 1, 2, 9]}},
         {BUYS: {"edge_index": [[0, 0], [0, 1]], "time": [5, 5]}},
     )
-    sampler = HeteroSampler(graph, [1], temporal="uniform")
+    sampler = pyg_sampler(graph, [1], temporal="uniform")
     found = negatives(LinkSampler(sampler, edge_type=BUYS, num_negatives=50), torch.tensor([0, 1]))
     assert set(found.flatten().tolist()) == {2}
     late = LinkSampler(sampler, [[0], [1]], BUYS, times=[1])
@@ -171,10 +172,10 @@ def test_negatives_of_one_node_type_are_neither_later_nor_self_loops():
     pairs = np.stack([np.arange(8), (np.arange(8) + 1) % 8])
     edges = {KNOWS: {"edge_index": pairs, "time": time[pairs].max(0) + random.integers(0, 2, 8)}}
     graph = Graph.from_arrays({"user": {"time": time}}, edges)
-    sampler = HeteroSampler(graph, [2], temporal="last")
+    sampler = pyg_sampler(graph, [2], temporal="last")
     sampler = LinkSampler(sampler, edge_type=KNOWS, num_negatives=20, strict=False)
     strict = LinkSampler(
-        HeteroSampler(graph, [2], temporal="last"), [[7, 6], [0, 7]], KNOWS, times=[5, 6]
+        pyg_sampler(graph, [2], temporal="last"), [[7, 6], [0, 7]], KNOWS, times=[5, 6]
     )
     for own in (sampler, strict):
         items = torch.arange(own.num_items)
@@ -195,7 +196,7 @@ def test_edges_without_times_that_count_are_visible_beside_others(time, hidden):
     edges["shop", "n", "user"] = {"edge_index": found}
     graph = Graph.from_arrays(nodes, edges).sort_by_time(time)
     for strategy in ("uniform", "last"):
-        sampler = HeteroSampler(graph, [-1], temporal=strategy, time=time)
+        sampler = pyg_sampler(graph, [-1], temporal=strategy, time=time)
         batch = sampler.sample(("user", [0]), 0, [4])
         visible = {relation for (_, relation, _), rows in batch.row.items() if len(rows) == 2}
         assert visible == set("abn") - set(hidden)
@@ -207,7 +208,7 @@ def test_reverses_without_times_are_an_error_unless_they_are_none():
     stores = {each: graph.edges(each).edge_index() for each in graph.edge_types}
     edges = {BUYS: {"edge_index": stores[BUYS], "time": links(graph).times}, BOUGHT: stores[BOUGHT]}
     nodes = {"user": USERS, "item": {"time": graph.nodes("item").time}}
-    sampler = HeteroSampler(Graph.from_arrays(nodes, edges), [2], temporal="uniform")
+    sampler = pyg_sampler(Graph.from_arrays(nodes, edges), [2], temporal="uniform")
     for given in (None, [BOUGHT]):
         with pytest.raises(ValueError, match=r"'bought'.* are the reverses .* but have no times"):
             LinkSampler(sampler, edge_type=BUYS, reverse_types=given)

@@ -103,19 +103,27 @@ def test_a_seed_out_of_range_is_rejected(graph, seed):
 def test_excluded_edges_are_positions_in_the_graph(graph):
     sampler, seeds = Sampler(graph, [-1, -1], edge_ids=True), torch.arange(50)
     excluded = torch.randperm(graph.num_edges)[:20_000]
-    met = torch.cat([block.edge_ids for block in sampler.sample(seeds, 0, excluded).blocks])
+    met = torch.cat([block.edge_ids for block in sampler.sample(seeds, 0, exclude=excluded).blocks])
     assert not bool(torch.isin(met, excluded).any())
-    met = sampler.sample(seeds, 0, excluded).blocks[-1].edge_ids
+    met = sampler.sample(seeds, 0, exclude=excluded).blocks[-1].edge_ids
     every = sampler.sample(seeds, 0).blocks[-1].edge_ids
     assert torch.equal(met, every[~torch.isin(every, excluded)])
-    with pytest.raises(ValueError, match=r"without are from 5 to 30000.*30000 edges"):
-        sampler.sample(seeds, 0, [5, 30_000])
+    with pytest.raises(ValueError, match=r"exclude are from 5 to 30000.*30000 edges"):
+        sampler.sample(seeds, 0, exclude=[5, 30_000])
 
 
 def test_a_copy_samples_the_same(graph):
     sampler = Sampler(graph, [4, 3], seed=5)
     copied = pickle.loads(pickle.dumps(sampler))
     assert same_tensors(copied.sample(torch.arange(9), 1), sampler.sample(torch.arange(9), 1))
+
+
+def test_a_pickled_minibatch_has_only_its_own_elements(graph):
+    batch = Sampler(graph, [4, 3]).sample(torch.arange(9), 1)
+    copied = pickle.loads(pickle.dumps(batch))
+    assert same_tensors(copied, batch)
+    for own in (copied.nodes, copied.seeds, copied.blocks[1].nodes, copied.blocks[1].indptr):
+        assert own.untyped_storage().nbytes() == own.nbytes
 
 
 def test_a_graph_that_torch_moves_to_shared_memory_is_read_there():

@@ -5,13 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hetero_graphs import pyg_sampler
 from processes import results
 from training import train_as_worker
 from typed_shop import BOUGHT, BUYS, EDGES, ITEMS, USERS, build
 
 import gcnzc
 from gcnzc.graph import Graph
-from gcnzc.sampling import HeteroSampler, LinkSampler
+from gcnzc.sampling import LinkSampler
 from gcnzc.sampling.link import edge_times
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
@@ -40,12 +41,12 @@ def test_reverses_without_times_do_not_show_held_out_edges():
     held_out = torch.cat([split.edges["valid"], split.edges["test"]], 1).T.tolist()
     assert kept
     assert not kept & {tuple(pair) for pair in held_out}
-    sampler = HeteroSampler(graph, [5], temporal="last")
+    sampler = pyg_sampler(graph, [5], temporal="last")
     with pytest.raises(ValueError, match=r"are the reverses of .* but have no times") as error:
         LinkSampler(sampler, edge_type=BUYS)
     assert "\n\nhint: give" in str(error.value)
     assert LinkSampler(sampler, edge_type=BUYS, exclude="reverse").reverse_types == [BOUGHT]
-    LinkSampler(HeteroSampler(build(), [5], temporal="last"), edge_type=BUYS)
+    LinkSampler(pyg_sampler(build(), [5], temporal="last"), edge_type=BUYS)
 
 
 @pytest.fixture(scope="module")

@@ -177,7 +177,7 @@ class BlockBuilder:
         """Return the DGL blocks of a batch of complete blocks, input layer first, on the host.
 
         Args:
-            batch: of a `HeteroSampler` with `once=False`, with edge ids.
+            batch: of a `gcnzc.Sampler` with `once=False`, with edge ids.
         """
         assert batch.edge_ids is not None, "the sampler returns edge ids"
         dgl, graph, convert = self._dgl, self.graph, partial(convert_ids, dtype=self.dtype)

@@ -22,7 +22,7 @@ from gcnzc.interop.dgl.importing import import_dgl
 from gcnzc.interop.engine import make_sampler
 from gcnzc.interop.options import generator, unique_with_inverse
 from gcnzc.kernels.philox import philox4x32_reference, split_key
-from gcnzc.sampling.hetero import HeteroSampler
+from gcnzc.sampling.neighbor import Sampler
 
 Result = tuple[Any, ...]
 EdgeItems: TypeAlias = Mapping[EdgeType, Tensor]
@@ -46,7 +46,7 @@ class Engine(Protocol):
         """
 
 
-def _make_sampler(blocks: BlockBuilder, neighbor_sampler: Any, seed: int) -> HeteroSampler:
+def _make_sampler(blocks: BlockBuilder, neighbor_sampler: Any, seed: int) -> Sampler:
     csc, weights = blocks.csc, neighbor_sampler.prob
     # DGL's fanouts begin with the input layer
     by_type = fanouts_by_type(blocks.graph, neighbor_sampler.fanouts)

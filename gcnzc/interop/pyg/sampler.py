@@ -15,7 +15,8 @@ from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.interop.pyg.stores import StoredData, is_store_pair
 from gcnzc.kernels.buffers import Pool
 from gcnzc.loader.state import plain_settings
-from gcnzc.sampling.hetero import DEFAULT, HeteroBatch, check_num_neighbors
+from gcnzc.sampling.hetero import HeteroBatch
+from gcnzc.sampling.neighbor import DEFAULT, check_type_fanouts
 from gcnzc.system.arguments import check_choice, check_flag, check_seed, describe
 
 _sampler = import_pyg().sampler
@@ -144,6 +145,10 @@ class NeighborSampler(import_pyg().sampler.BaseSampler):  # type: ignore[misc]
         settings = self._engine.settings | {"subgraph_type": self._options["subgraph_type"]}
         # the seed is a setting of the loader
         del settings["sampler_seed"]
+        # from the seeds outward
+        fanouts = settings.pop("fanouts")
+        by_type = fanouts if self.csc.is_typed else {"": fanouts}
+        settings["num_neighbors"] = {each: own[::-1] for each, own in by_type.items()}
         return dict(plain_settings(settings))
 
     def sample(self, seeds: Mapping[str, Tensor], epoch: int, times: Any = None) -> HeteroBatch:
@@ -152,7 +157,7 @@ class NeighborSampler(import_pyg().sampler.BaseSampler):  # type: ignore[misc]
         Args:
             seeds: node ids on the host, by node type.
             epoch: in [0, 2**32).
-            times: times of the seeds, as for `gcnzc.sampling.HeteroSampler.sample`.
+            times: times of the seeds, as for `gcnzc.Sampler.sample`.
         """
         return self._engine.sample(seeds, epoch, times)
 
@@ -223,5 +228,5 @@ def _fanouts(csc: CscGraph, given: Any) -> tuple[Any, int]:
             (key[0], "to", key[1]) if isinstance(key, tuple) and len(key) == 2 else key: own
             for key, own in given.items()
         }
-    found = check_num_neighbors(csc.graph, given)
+    found = check_type_fanouts(csc.graph, given, "num_neighbors")
     return given, len(next(iter(found.values()), ()))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gcnzc.features.embedding import EmbeddingTable
-from gcnzc.sampling.hetero import HeteroSampler
+from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train.build import build_hetero_sampler
 from gcnzc.train.config import Metric, TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
@@ -29,7 +29,7 @@ class HeteroNodeTask(NodeTask):
     """
 
     data: HeteroDataset
-    sampler: HeteroSampler
+    sampler: Sampler
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class HeteroNodeTask(NodeTask):
         # of the node types without features; set when the model is known
         self.embeddings: Mapping[str, EmbeddingTable] = {}
 
-    def _build_sampler(self) -> HeteroSampler:
+    def _build_sampler(self) -> Sampler:
         return build_hetero_sampler(self.config, self.data.graph, self.config.loading.fanouts)
 
     def logits(self, model: nn.Module, batch: Any) -> Tensor:

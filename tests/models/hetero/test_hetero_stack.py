@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hetero_graphs import pyg_sampler
 from typed_dense import (
     ABOUT,
     AUTHOR,
@@ -18,7 +19,7 @@ from typed_dense import (
 )
 
 from gcnzc.models.hetero import HGT, RGAT, RGCN, HeteroSAGE
-from gcnzc.sampling import HeteroSampler, build_full_hetero_blocks, build_hetero_blocks
+from gcnzc.sampling import build_full_hetero_blocks, build_hetero_blocks
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -55,7 +56,7 @@ def test_minibatches_with_all_neighbours_equal_full_batch(name, once, options):
     model = make(name, graph, norm="layer", residual=True, output_linear=True, num_layers=3)
     full = model(build_full_hetero_blocks(graph, 3), x)
     ids = torch.tensor([22, 3, 4, 0])
-    sampler = HeteroSampler(graph, [-1] * 3, once=once, **options)
+    sampler = pyg_sampler(graph, [-1] * 3, once=once, **options)
     batch = sampler.sample((PAPER, ids), epoch=0)
     out = model(build_hetero_blocks(batch), rows_of(batch, x))
     torch.testing.assert_close(out, full[ids], **TOLERANCE)
@@ -67,7 +68,7 @@ def test_gradients_of_minibatches_equal_full_batch(name):
     model = make(name, graph)
     found = []
     x = {each: rows.requires_grad_() for each, rows in features().items()}
-    batch = HeteroSampler(graph, [-1, -1]).sample((PAPER, ids), epoch=0)
+    batch = pyg_sampler(graph, [-1, -1]).sample((PAPER, ids), epoch=0)
     for out in (
         model(build_full_hetero_blocks(graph, 2, targets=[PAPER]), x)[ids],
         model(build_hetero_blocks(batch), rows_of(batch, x)),
@@ -89,7 +90,7 @@ def test_outputs_of_several_types_are_those_of_each(name):
         name: (SIZES[name], 4) for name in (PAPER, AUTHOR)
     }
     seeds = {AUTHOR: torch.tensor([4, 1]), PAPER: torch.tensor([7])}
-    batch = HeteroSampler(graph, [-1, -1]).sample(seeds, epoch=0)
+    batch = pyg_sampler(graph, [-1, -1]).sample(seeds, epoch=0)
     found = model(build_hetero_blocks(batch), rows_of(batch, x))
     for kind, ids in seeds.items():
         torch.testing.assert_close(found[kind], whole[kind][ids], **TOLERANCE)
@@ -99,7 +100,7 @@ def test_outputs_of_several_types_are_those_of_each(name):
 def test_edge_types_without_edges_and_types_without_sources(name):
     graph, x = academic(NEVER, ABOUT), features()
     model = make(name, graph)
-    batch = HeteroSampler(graph, [-1, -1]).sample((PAPER, torch.tensor([22, 1])), epoch=0)
+    batch = pyg_sampler(graph, [-1, -1]).sample((PAPER, torch.tensor([22, 1])), epoch=0)
     rows = rows_of(batch, x)
     assert not len(rows[AUTHOR])
     out = model(build_hetero_blocks(batch), rows)
@@ -196,7 +197,7 @@ def test_bad_options_are_errors(case):
 def test_bad_inputs_are_errors():
     graph, x = academic(), features()
     model, blocks = make("rgcn", graph), build_full_hetero_blocks(graph, 2)
-    batch = HeteroSampler(graph, [2, 2]).sample((PAPER, [1, 2]), epoch=0)
+    batch = pyg_sampler(graph, [2, 2]).sample((PAPER, [1, 2]), epoch=0)
     for given, features_given, message in (
         (blocks, {name: x[name] for name in (PAPER, FIELD)}, "no features of node type 'author'"),
         (blocks, x | {AUTHOR: x[AUTHOR][:, :2]}, r"x\['author'\] has shape \(17, 2\)"),
