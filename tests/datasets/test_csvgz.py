@@ -29,6 +29,11 @@ def test_a_file_of_several_gzip_members_is_read(path):
     assert csvgz.read_table(path).tolist() == [[1, 2], [3, 4]] * 3
 
 
+def test_integers_of_savetxt_are_integers(path):
+    np.savetxt(path, [[1, 2], [3, 4]], delimiter=",")
+    assert np.concatenate([*csvgz.read_integers(path, 2)]).tolist() == [[1, 2], [3, 4]]
+
+
 def test_equal_numbers_give_equal_files(path, tmp_path):
     csvgz.write(path, [np.arange(9).reshape(3, 3)])
     csvgz.write(tmp_path / "table.csv.gz.again", [np.arange(9).reshape(3, 3)])
