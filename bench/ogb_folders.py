@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gcnzc.datasets import csvgz, ogb
+from gcnzc.datasets import csvgz, ogb_write
 from gcnzc.datasets.rows import Allocate, Array, Progress, Rows, rows_from_array
 from gcnzc.datasets.source import SPLITS, EdgeDefaults, EdgeSplitArrays
 from gcnzc.datasets.store import atomic_folder
@@ -65,7 +65,7 @@ def write_nodes(
         EdgeDefaults(add_inverse_edge, "keep", "asked for"),
         origin={},
     )
-    ogb.write_source(path, replace(graph, **fields), binary=binary)
+    ogb_write.write_source(path, replace(graph, **fields), binary=binary)
 
 
 def write_links(

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from gcnzc.datasets import catalog, ogb, ogb_hetero_write
+from gcnzc.datasets import catalog, ogb_write
 from gcnzc.datasets.generated import SPLIT_SHARES, Chunks, Generated, random_split
 from gcnzc.datasets.planted import planted
 from gcnzc.datasets.rmat import rmat
@@ -149,7 +149,7 @@ def make(
     """
     name = Path(path).absolute().name
     graph = generate(kind, shape, seed=seed, name=name, threads=threads, progress=progress)
-    ogb.write_source(path, graph, binary=binary, progress=progress)
+    ogb_write.write_source(path, graph, binary=binary, progress=progress)
     return graph
 
 
@@ -183,7 +183,7 @@ def make_typed(
     shape, name = shape or Shape(), Path(path).absolute().name
     sizes = shape.num_nodes, shape.num_edges, shape.num_features, shape.num_classes
     graph = typed(*sizes, seed=seed, name=name, threads=threads, progress=progress)
-    ogb_hetero_write.write(path, graph, binary=binary, progress=progress)
+    ogb_write.write_typed(path, graph, binary=binary, progress=progress)
     return graph
 
 

@@ -2,12 +2,10 @@
 
 import json
 import re
-import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -213,14 +211,3 @@ def read_rows(path: Path, count: int) -> Rows:
         return csvgz.read(path, np.float64, columns)
 
     return Rows(count, columns, np.dtype(np.float64), chunks, str(path))
-
-
-@contextmanager
-def npz_member(
-    archive: zipfile.ZipFile, key: str, shape: tuple[int, ...], dtype: np.dtype
-) -> Iterator[IO[bytes]]:
-    """Open an array member of an uncompressed npz for writing, after its header."""
-    with archive.open(zipfile.ZipInfo(f"{key}.npy"), "w", force_zip64=True) as file:
-        fields = {"descr": dtype.str, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(file, fields)
-        yield file

@@ -73,7 +73,9 @@ DOORS = {
         "gcnzc/tune/pcie_bench.py",
     },
     "matplotlib": {"gcnzc/train/plots.py"},
-    "pyarrow": {f"datasets/{name}.py" for name in ("csvgz", "parquet_tables", "tables", "text_tables")},
+    "pyarrow": {
+        f"datasets/{name}.py" for name in ("csvgz", "parquet_tables", "tables", "text_tables")
+    },
     "rich": {"gcnzc/train/progress.py"},
     "urllib": {"datasets/download.py"},
     "requests": {"datasets/download.py"},

@@ -49,7 +49,7 @@ import torch
 from bench import harness
 from gcnzc import cli
 from gcnzc.cli.errors import UNKNOWN_REMEDY
-from gcnzc.datasets import ogb
+from gcnzc.datasets import ogb, ogb_write
 from gcnzc.graph import load
 from gcnzc.train import checkpoint
 from gcnzc.train.config import TrainConfig
@@ -621,7 +621,7 @@ def make_base(base: Path) -> None:
         add_inverse_edge=np.array(False),
         **{f"{part}_idx": ids.numpy() for part, ids in loaded.split.items()},
     )
-    ogb.write_source(base / "text", ogb.OgbGraph(base / "raw"), binary=False)
+    ogb_write.write_source(base / "text", ogb.OgbGraph(base / "raw"), binary=False)
     for source, dest in (("graph.npz", "from_npz"), ("text", "from_text")):
         if error := bench.command(f"prepare {base / source} {base / dest}"):
             raise Failure(error)

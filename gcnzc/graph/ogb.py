@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gcnzc.datasets import ogb_hetero_write
+from gcnzc.datasets import ogb_write
 from gcnzc.datasets.ogb_hetero import OgbHetero
 from gcnzc.datasets.rows import Array, Progress, allocate_in_memory, no_progress
 from gcnzc.datasets.source import SPLITS, HeteroArrays, clean_labels, clean_split
@@ -112,7 +112,7 @@ def to_ogb(
 ) -> None:
     """Write a graph with labels and splits in OGB's layout, which the `ogb` package reads.
 
-    Quantized features are dequantized. `gcnzc.datasets.ogb_hetero_write.meta_dict` returns the
+    Quantized features are dequantized. `gcnzc.datasets.ogb_write.meta_dict` returns the
     argument `meta_dict` of OGB's `NodePropPredDataset`.
 
     Args:
@@ -161,7 +161,7 @@ def to_ogb(
         num_classes=num_classes,
         split_name=split_name,
     )
-    ogb_hetero_write.write(path, arrays, binary=binary, progress=progress)
+    ogb_write.write_typed(path, arrays, binary=binary, progress=progress)
 
 
 def _present(values: Mapping[Any, Any]) -> dict[Any, Any]:

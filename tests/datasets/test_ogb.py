@@ -11,7 +11,8 @@ import torch
 from tiny_graph import tiny
 
 from gcnzc.datasets import ogb
-from gcnzc.datasets.ogb import OgbGraph, meta_dict
+from gcnzc.datasets.ogb import OgbGraph
+from gcnzc.datasets.ogb_write import meta_dict
 from gcnzc.datasets.rows import Rows, allocate_in_memory, convert_chunks, no_progress, stored_dtype
 
 BOTH_FORMS = pytest.mark.parametrize("binary", [False, True], ids=["csv", "binary"])
@@ -86,7 +87,7 @@ def in_chunks(table, rows):
 def test_too_few_rows_are_an_error_and_leave_nothing(tmp_path):
     rows = tiny().features[:39]
     for features in (rows, in_chunks(rows, 7)):
-        with pytest.raises(ValueError, match=r"39 rows of features for 40 nodes\n\nhint: "):
+        with pytest.raises(ValueError, match=r"39 rows of features for 40 nodes"):
             tiny().but(features=features).write(tmp_path / "a")
     assert not list(tmp_path.iterdir())
 

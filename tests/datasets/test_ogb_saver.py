@@ -14,7 +14,7 @@ import gcnzc
 from bench.ogb_folders import write_links
 from gcnzc import load, prepare
 from gcnzc.cli import main
-from gcnzc.datasets import ogb, ogb_hetero_write
+from gcnzc.datasets import ogb_write
 from gcnzc.datasets.ogb_hetero import OgbHetero
 from gcnzc.datasets.source import EdgeSplitArrays
 from gcnzc.graph.ogb import to_ogb
@@ -190,7 +190,7 @@ def write_ours(here):
     for name, graph in OURS.items():
         how = {"binary": name in ("binary", "half", "several")}
         path = graph.write(here / f"ours-{name}", add_inverse_edge=name == "inverse", **how)
-        metas[path] = ogb.meta_dict(path)
+        metas[path] = ogb_write.meta_dict(path)
     random, path = np.random.default_rng(0), here / "ours-links"
     sizes = {"train": 60, "valid": 7, "test": 9}
     edges = {part: random.integers(0, 40, (2, count)) for part, count in sizes.items()}
@@ -198,13 +198,13 @@ def write_ours(here):
     links = EdgeSplitArrays(edges, negatives, "hits@50", "time")
     features = random.random((40, 3)).astype(np.float32)
     write_links(path, edges["train"], 40, links, features=features, add_inverse_edge=True)
-    metas[path] = ogb.meta_dict(here / "ours-csv")
+    metas[path] = ogb_write.meta_dict(here / "ours-csv")
     metas[path] |= {"task type": "link prediction", "eval metric": "hits@50", "split": "time"}
     metas[path] |= {"dir_path": str(path), "add_inverse_edge": "True"}
     for name in ("csv", "binary"):
         path = here / f"ours-typed-{name}"
         to_ogb(build(drawn(1)), path, binary=name == "binary", split_name="time", num_classes=6)
-        metas[path] = ogb_hetero_write.meta_dict(path)
+        metas[path] = ogb_write.meta_dict(path)
     mag = here / "ours-mag"
     write_mag(mag, drawn(2))
     metas[mag] = metas[here / "ours-typed-csv"] | {"version": 2, "dir_path": str(mag)}

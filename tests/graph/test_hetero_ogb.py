@@ -9,7 +9,7 @@ import torch
 from hetero_graphs import assert_same_graph
 
 import gcnzc
-from gcnzc.datasets import ogb_hetero_write
+from gcnzc.datasets import ogb_write
 from gcnzc.datasets.ogb_hetero import OgbHetero
 from gcnzc.graph import Graph, load
 from gcnzc.graph.ogb import to_ogb
@@ -71,7 +71,7 @@ def test_a_graph_is_read_back(tmp_path, binary):
     opened = OgbHetero(tmp_path / "a")
     assert (opened.name, opened.num_classes, opened.split_name) == ("mine", 9, "time")
     assert OgbHetero(tmp_path / "a", "ogbn-mag").name == "ogbn-mag"
-    assert ogb_hetero_write.meta_dict(tmp_path / "a")["is hetero"] == "True"
+    assert ogb_write.meta_dict(tmp_path / "a")["is hetero"] == "True"
     # the split in one file
     split = {part: {"paper": ids} for part, ids in drawn()["split"].items()}
     torch.save(split, tmp_path / "a/split/time/split_dict.pt")
