@@ -22,8 +22,8 @@ come from a source of class `c_u` with probability `a_r`, and otherwise from a s
 **All edges after `t_u` come from sources of class `y_u`**, and the second brands appear after the
 last label: a loader that samples later edges is found by an accuracy above the best one.
 
-**The best possible accuracy** is that of an oracle on the test users, as in
-`gcnzc.datasets.planted`. The oracle knows the parameters and the classes of all items and queries.
+**The best possible accuracy** is that of an oracle on the test users, as that of `planted` in
+`gcnzc.datasets.generated`. The oracle knows the parameters and the classes of items and queries.
 Given these, edges that do not touch `u` contain no information about `c_u`, and the times of its
 edges neither, so that the log posterior of class `k` is, up to a constant,
 

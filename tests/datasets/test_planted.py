@@ -3,8 +3,8 @@ import pytest
 import scipy.sparse
 from tiny_graph import edges_of, rows_of
 
-from gcnzc.datasets import planted as module
-from gcnzc.datasets.planted import log_posterior, planted
+from gcnzc.datasets import generated
+from gcnzc.datasets.generated import log_posterior, planted
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def brute_force(blocks, edges, features, node):
 def test_the_oracle_computes_the_posterior_of_the_model(seed):
     # 12 nodes: loops, equal edges, and communities of a single node all occur
     graph = planted(12, 60, 3, 4, seed=seed)
-    blocks = module._draw_blocks(12, 60, 3, 4, seed, 0.75, 2.2, 2.75)
+    blocks = generated._draw_blocks(12, 60, 3, 4, seed, 0.75, 2.2, 2.75)
     edges, features = edges_of(graph), rows_of(graph.features)
     assert (edges[0] == edges[1]).any()
     found = log_posterior(blocks, np.arange(12), graph.edge_chunks, iter([features]))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from tiny_graph import edges_of, rows_of
 
-from gcnzc.datasets.rmat import QUADRANTS, rmat
+from gcnzc.datasets.generated import QUADRANTS, rmat
 
 
 @pytest.mark.parametrize("threads", [2, 8])
