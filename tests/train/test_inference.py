@@ -180,7 +180,8 @@ def test_workers_compute_the_same_bits_as_one(expected, world_size, per_machine,
             assert torch.equal(mine, right), number
         assert steps[-1][0] == steps[-1][1]
         shares.append(steps[-1][1])
-        assert (num_bytes > 0) == (per_machine < world_size)
+        # names of shared memory take 2 kB, and rows between machines more than 50 kB
+        assert (num_bytes > 10_000) == (per_machine < world_size)
     # each node once in each of three layers, by one of them
     assert sum(shares) == 180
     assert all(shares)
