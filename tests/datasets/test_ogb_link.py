@@ -122,15 +122,15 @@ def test_the_metric_must_match_the_negatives(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "kind"),
+    ("file", "kind", "found"),
     [
-        ("raw/edge_reltype.csv.gz", "a knowledge graph"),
-        ("raw/triplet-type-list.csv.gz", "heterogeneous"),
-        ("raw/num-node-dict.csv.gz", "heterogeneous"),
+        ("raw/edge_reltype.csv.gz", "a knowledge graph", "raw/edge_reltype.csv.gz"),
+        ("raw/triplet-type-list.csv.gz", "a heterogeneous link", "no node labels"),
+        ("raw/num-node-dict.csv.gz", "a heterogeneous link", "no node labels"),
     ],
 )
-def test_graphs_of_several_types_are_rejected(tmp_path, file, kind):
+def test_graphs_of_several_types_are_rejected(tmp_path, file, kind, found):
     path = written(tmp_path / "a", parts())
     (path / file).write_text("")
-    with pytest.raises(ValueError, match=rf"is {kind}.*: it has {file}\n\nhint: "):
+    with pytest.raises(ValueError, match=rf"is {kind}.*: it has {found}\n\nhint: "):
         load(path)

@@ -81,7 +81,7 @@ def fake_gpu(monkeypatch):
 
 @pytest.mark.usefixtures("fake_gpu")
 def test_a_loader_for_a_gpu_opens_its_transfer(tables, monkeypatch):
-    with pytest.raises(ValueError, match=r"tables\['user'\]: a table on the host cannot be read"):
+    with pytest.raises(ValueError, match=r"table\['user'\]: a table on the host cannot be read"):
         typed_loader(tables=tables, device="cuda", copied_share=0.5)
     wanted = typed_loader(tables=tables)
     assert_same(typed_loader(tables=tables, device="cuda", copied_share=1.0), wanted)

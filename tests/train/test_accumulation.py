@@ -117,13 +117,12 @@ def test_two_workers_equal_one_and_resume_as_two_or_as_one(config, tmp_path):
         assert mine["seeds_checksum"] == its["seeds_checksum"]
 
 
-def test_a_single_step_per_epoch_is_a_warning(config):
-    assert not [*ineffective_options(config, None, 80, 1, 1)]
-    for num_seeds, words in (
-        (79, "4 minibatches of each worker; use a smaller --accumulate"),
-        (19, "one minibatch of each worker; use a smaller --batch-size"),
-    ):
-        (text,) = ineffective_options(config, None, num_seeds, 1, 1)
+def test_few_steps_of_an_epoch_are_a_warning(config):
+    epochs = config.training.epochs
+    assert not [*ineffective_options(config, None, 320, 1, 4 * epochs)]
+    for num_seeds, words in ((79, "smaller --accumulate"), (19, "smaller --batch-size")):
+        (text,) = ineffective_options(config, None, num_seeds, 1, epochs)
+        assert "an epoch is a single step" in text
         assert words in text
 
 

@@ -13,6 +13,7 @@ from typed_shop import build as build_shop
 import gcnzc
 from gcnzc.cli import main
 from gcnzc.graph import Graph
+from gcnzc.models.layer_edges import TypedEdges
 from gcnzc.sampling import build_full_hetero_blocks
 from gcnzc.sampling.link import edge_times
 from gcnzc.train import embed_nodes, evaluate, predict, predict_links, train
@@ -117,7 +118,7 @@ def test_embeddings_are_the_outputs_of_layers(run, config, tmp_path):
     with torch.no_grad():
         first, second = model.input_linears
         inputs = [first(x["paper"]), second(x["author"])]
-        outs = model.layers[0](inner, torch.cat(inputs))
+        outs = model.layers[0](TypedEdges(inner), torch.cat(inputs))
         hidden = [norm(outs[t]).relu() for t, norm in zip(outs, model.norms[0], strict=True)]
     for name, rows in zip(("paper", "author"), hidden, strict=True):
         found = embed_nodes(run, node_type=name)
