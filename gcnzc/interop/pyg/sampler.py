@@ -62,8 +62,8 @@ class NeighborSampler(import_pyg().sampler.BaseSampler):  # type: ignore[misc]
 
     Args:
         data: a `Data`, a `HeteroData`, or a pair of a `FeatureStore` and a `GraphStore`.
-        num_neighbors, subgraph_type, replace, disjoint, temporal_strategy, time_attr, weight_attr,
-            directed: see `gcnzc.interop.pyg.NeighborLoader`.
+        num_neighbors, subgraph_type, replace, disjoint: see `gcnzc.interop.pyg.NeighborLoader`.
+        temporal_strategy, time_attr, weight_attr, directed: likewise.
         is_sorted, share_memory: without effect.
         seed: random seed of the sampling; a 64-bit integer.
         time_unit: of the times of the data, to which dates are converted; None if it is not known.
