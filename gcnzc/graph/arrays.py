@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.datasets.names import Names
+from gcnzc.datasets.names import Names, read_names
 from gcnzc.datasets.rows import (
     Allocate,
     Array,
@@ -22,6 +22,7 @@ from gcnzc.datasets.rows import (
 )
 from gcnzc.datasets.source import SPLITS, EdgeDefaults, Metric, check_ends, node_dtype, part_of
 from gcnzc.datasets.tables import END_NAMES
+from gcnzc.graph.folder import rows_of
 from gcnzc.graph.graph import Graph
 from gcnzc.graph.values import split_of_words
 from gcnzc.system.arguments import check_integer, describe
@@ -178,15 +179,18 @@ def _read_object(edges: Any) -> dict[str, Any]:
     # of its base classes, too: users derive classes from those of networkx
     libraries = {kind.__module__.split(".")[0] for kind in type(edges).__mro__}
     if isinstance(edges, Graph):
+        edges.check_untyped()
         nodes = edges.nodes()
         sources, targets = edges.coo()
+        stored = nodes.names
         return {
             "ends": (sources.numpy(), targets.numpy()),
             "num_nodes": nodes.num_nodes,
             "default": AS_STORED,
-            "features": nodes.features,
+            "features": rows_of(nodes.features, nodes.quantized, "features"),
             "labels": nodes.labels,
             "splits": nodes.split or None,
+            "mapping": stored if isinstance(stored, Names) else read_names(stored),
         }
     if "networkx" in libraries:
         return _from_networkx(edges)
@@ -378,8 +382,8 @@ def _refuse_other_features(graph: Any) -> None:
 
 
 def _rows(features: Any) -> Rows | None:
-    if features is None:
-        return None
+    if features is None or isinstance(features, Rows):
+        return features
     if hasattr(features, "tocsr") and hasattr(features, "shape"):
         matrix = features.tocsr()
         csr = Csr(matrix.indptr, matrix.indices, matrix.data)

@@ -78,10 +78,12 @@ class Dataset:
 
     def with_nodes(self, **values: Any) -> "Dataset":
         """Return a dataset in which some attributes of `nodes`, such as `labels`, are others."""
-        graph = self.graph
+        graph, own = self.graph, self.nodes
         nodes = {each: graph.nodes(each) for each in graph.node_types}
-        target = self.target or graph.node_types[0]
-        nodes[target] = replace(nodes[target], **values)
+        nodes = {
+            each: replace(store, **values) if store is own else store
+            for each, store in nodes.items()
+        }
         return replace(self, graph=graph.with_nodes(nodes))
 
     @property

@@ -74,6 +74,7 @@ def split_edges(
         ValueError: the graph has too many nodes, too few edges for three non-empty splits, or
             fewer pairs without an edge than negatives.
     """
+    graph.check_untyped()
     num_nodes = graph.num_nodes
     if num_nodes >= MAX_NODES:
         raise ValueError(

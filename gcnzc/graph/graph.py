@@ -70,6 +70,7 @@ class Graph:
             checks the values that it reads in any case.
 
     Attributes:
+        has_types: whether the nodes and edges have types, of which there may be one of each.
         num_nodes: number of nodes of all types.
         num_edges: number of directed edges of all types.
         name: of the graph.
@@ -95,7 +96,7 @@ class Graph:
             _tensor(offsets.astype(np.int64, copy=False)),
             _tensor(sources.astype(csc.index_dtype(num_nodes), copy=False)),
         )
-        self._set({NODE: NodeStore(num_nodes)}, {EDGE: edges}, "graph", None)
+        self._set({NODE: NodeStore(num_nodes)}, {EDGE: edges}, "graph", None, has_types=False)
         self._is_checked = check
 
     def _set(
@@ -104,8 +105,9 @@ class Graph:
         edges: Mapping[EdgeType, EdgeStore],
         name: str,
         time_unit: TimeUnit | None,
+        has_types: bool,
     ) -> None:
-        self._nodes, self._edges = dict(nodes), dict(edges)
+        self._nodes, self._edges, self.has_types = dict(nodes), dict(edges), has_types
         self.name, self.time_unit = name, time_unit
         self.num_nodes = sum(store.num_nodes for store in nodes.values())
         self.num_edges = sum(store.num_edges for store in edges.values())
@@ -147,24 +149,43 @@ class Graph:
         for each, own in edges.items():
             _check_edges(each, own, nodes[each[0]].num_nodes, nodes[each[2]].num_nodes)
         graph = cls.__new__(cls)
-        graph._set(nodes, edges, name, time_unit)
+        graph._set(nodes, edges, name, time_unit, has_types=True)
         if check:
             graph.check()
         return graph
 
     def with_nodes(self, nodes: Mapping[str, NodeStore], name: str | None = None) -> "Graph":
-        """Return a graph with the edges of this one, and other values of its nodes."""
+        """Return a graph with the edges of this one, and other values of its nodes.
+
+        Raises:
+            ValueError: the types or the numbers of nodes are others.
+        """
+        counts = {each: store.num_nodes for each, store in nodes.items()}
+        if counts != {each: store.num_nodes for each, store in self._nodes.items()}:
+            raise ValueError(f"the nodes are {counts}, but the graph is {self}")
         graph = Graph.__new__(Graph)
-        graph._set(nodes, self._edges, name or self.name, self.time_unit)
+        graph._set(nodes, self._edges, name or self.name, self.time_unit, self.has_types)
         graph.folder, graph._is_checked = self.folder, self._is_checked
         return graph
 
     def with_edges(self, edges: Mapping[EdgeType, EdgeStore]) -> "Graph":
         """Return a graph with the nodes of this one, and edges that derive from checked ones."""
         graph = Graph.__new__(Graph)
-        graph._set(self._nodes, edges, self.name, self.time_unit)
+        graph._set(self._nodes, edges, self.name, self.time_unit, self.has_types)
         graph.folder, graph._is_checked = self.folder, True
         return graph
+
+    def check_untyped(self) -> None:
+        """Check that nodes and edges have no types, for functions of one array of each.
+
+        Raises:
+            ValueError: they have types.
+        """
+        if self.has_types:
+            raise ValueError(
+                f"{self} has types of nodes and edges\n\nhint: this takes graphs without types; "
+                "Graph(store.indptr, store.indices), with the edges of a type, is one"
+            )
 
     def check(self) -> None:
         """Validate all offsets, sources, edge ids and weights, unless this was done before.
@@ -282,7 +303,7 @@ class Graph:
         return indices, nodes.repeat_interleave(self.in_degrees())
 
     def __repr__(self) -> str:
-        if self.edge_types == [EDGE]:
+        if not self.has_types:
             return f"Graph(num_nodes={self.num_nodes}, num_edges={self.num_edges})"
         nodes = ", ".join(f"{name}={store.num_nodes}" for name, store in self._nodes.items())
         edges = ", ".join(f"{edge}={store.num_edges}" for edge, store in self._edges.items())
@@ -565,7 +586,7 @@ class Graph:
         self_loops: Loops = "keep",
         duplicates: Duplicates = "keep",
     ) -> "Graph":
-        """Return this graph of one type, rebuilt with the options of `from_edges`.
+        """Return this graph without types, rebuilt with the options of `from_edges`.
 
         With the default options, this is the graph itself; otherwise edges have no features, times
         and weights.
@@ -573,6 +594,7 @@ class Graph:
         bidirected = check_flag("bidirected", bidirected)
         if not bidirected and self_loops == "keep" and duplicates == "keep":
             return self
+        self.check_untyped()
         self.check()
         offsets, sources = self.indptr.numpy(), self.indices.numpy()
         built = _build(
@@ -781,13 +803,12 @@ def damage_error(
         edge_type: of the edges; None for the only one.
     """
     edge_type = graph.edge_type(edge_type)
-    has_types = graph.edge_types != [EDGE]
-    if has_types:
+    if graph.has_types:
         wrong = f"edge type {edge_type}: {wrong}"
     if graph.folder is None:
         return ValueError(f"{wrong}\n\n{csc.VERIFY_HINT}")
     number = graph.edge_types.index(edge_type)
-    file = graph.folder / (front_of("edges", number) if has_types else "") / f"{array}.npy"
+    file = graph.folder / (front_of("edges", number) if graph.has_types else "") / f"{array}.npy"
     return ValueError(
         f"{file} is damaged: {wrong}\n\n"
         f"hint: `gcnzc info {graph.folder} --verify` says which files are damaged; "

@@ -101,6 +101,7 @@ def partition_graph(
         ValueError: an argument is out of range, or there are fewer seeds than parts.
     """
     check_kind("graph", graph, Graph, "a gcnzc.Graph")
+    graph.check_untyped()
     num_parts = check_integer("num_parts", num_parts, 1)
     load = count_seeds(graph.num_nodes, seeds)
     random = np.random.Generator(np.random.Philox(key=check_seed("seed", seed) % 2**64))

@@ -17,6 +17,8 @@ from gcnzc.datasets.source import (
     Metric,
     Source,
     check_metric,
+    choose_metric,
+    count_classes,
     has_label,
     node_dtype,
 )
@@ -24,7 +26,7 @@ from gcnzc.datasets.store import HEADER_BYTES, Prepared
 from gcnzc.graph import folder
 from gcnzc.graph.arrays import from_arrays
 from gcnzc.graph.edge_split import EdgeShares, split_edges, with_sorted_columns
-from gcnzc.graph.graph import EDGE, Duplicates, Graph, Loops
+from gcnzc.graph.graph import Duplicates, Graph, Loops
 from gcnzc.graph.load import (
     GraphOptions,
     LoadedGraph,
@@ -188,7 +190,11 @@ def prepare(
         if isinstance(typed, Graph):
             if bidirected or split is not None:
                 raise ValueError(f"{typed} has the edges and splits that it was built with")
-            graph = typed
+            graph, origin = typed, _origin_of(typed)
+            if name is not None:
+                graph = graph.with_nodes(
+                    {each: graph.nodes(each) for each in graph.node_types}, name
+                )
         else:
             if store.is_hetero(typed):
                 # otherwise the new folder would have valid checksums of damaged data
@@ -347,8 +353,25 @@ def _is_path_or_source(source: Any) -> bool:
     return is_path or _is_typed(source) or hasattr(source, "split_name")
 
 
+def _origin_of(graph: Graph) -> dict[str, Any]:
+    """Return the number of classes and the metric of a graph in memory, if one type has classes."""
+    labelled = [each for each in graph.node_types if graph.nodes(each).labels is not None]
+    if len(labelled) != 1:
+        return {}
+    nodes = graph.nodes(labelled[0])
+    assert nodes.labels is not None
+    labels = nodes.labels.numpy()
+    if labels.ndim == 1 and labels.dtype.kind == "f":
+        return {}
+    has_names = labels.ndim == 1 and nodes.classes is not None
+    return {
+        "num_classes": len(nodes.classes or ()) if has_names else count_classes(labels),
+        "metric": choose_metric(labels, "accuracy"),
+    }
+
+
 def _is_typed(source: Any) -> bool:
-    return isinstance(source, Graph) and source.edge_types != [EDGE]
+    return isinstance(source, Graph) and source.has_types
 
 
 def _with_split_edges(loaded: LoadedGraph, shares: EdgeShares) -> LoadedGraph:

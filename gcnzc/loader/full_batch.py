@@ -76,6 +76,7 @@ class FullBatchLoader:
         dtype: torch.dtype | None = None,
     ) -> None:
         check_graph(graph)
+        graph.check_untyped()
         tables = check_tables(graph, table)
         self.graph, self.table = graph, table
         seeds = torch.arange(graph.num_nodes) if seeds is None else seeds

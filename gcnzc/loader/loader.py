@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.graph import EDGE, Graph
+from gcnzc.graph.graph import Graph
 from gcnzc.graph.times import as_times
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.threads import ForkSafeLock
@@ -300,7 +300,7 @@ class Loader:
         set_by_subclass = set(vars(self))
         check_graph(graph)
         self.graph = graph
-        has_types = graph.edge_types != [EDGE]
+        has_types = graph.has_types
         self._tables = check_tables(graph, table, has_types)
         self.table = self._tables if has_types else table
         self.seed = check_seed("seed", seed)

@@ -65,6 +65,7 @@ def presample(
             an argument.
     """
     check_graph(graph)
+    graph.check_untyped()
     batches = check_integer("batches", batches, 4, hint="4 at least; the default is 100")
     if batches % 2:
         raise ValueError(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from gcnzc.graph.graph import EDGE, Graph, TimeKind, damage_error
+from gcnzc.graph.graph import Graph, TimeKind, damage_error
 from gcnzc.graph.stores import EdgeType
 from gcnzc.graph.times import as_times
 from gcnzc.kernels.buffers import Pool
@@ -226,7 +226,7 @@ class Sampler:
     @property
     def has_types(self) -> bool:
         """Whether the graph has types of nodes and edges."""
-        return self.graph.edge_types != [EDGE]
+        return self.graph.has_types
 
     def with_graph(self, graph: Graph) -> Self:
         """Return a sampler of another graph of the same types."""

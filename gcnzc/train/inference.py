@@ -114,6 +114,7 @@ def inference(
     """
     check_kind("model", model, Model, "for others, compute outputs of a Loader with fanouts of -1")
     check_graph(graph)
+    graph.check_untyped()
     check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows)")
     check_callable("progress", progress)
     if group is not None:

@@ -11,7 +11,7 @@ from gcnzc.datasets import generate
 from gcnzc.datasets.source import describe_missing
 from gcnzc.graph import load, prepare
 from gcnzc.graph.edge_split import EdgeShares
-from gcnzc.graph.graph import EDGE, Graph
+from gcnzc.graph.graph import Graph
 from gcnzc.train.progress import Reporter
 
 
@@ -59,7 +59,7 @@ def prepare_command(config: PrepareConfig, reporter: Reporter) -> None:
     reporter.say(f"wrote {config.dest}")
     loaded = load.load(config.dest, allow_nan=True)
     graph = loaded.graph
-    if graph.edge_types != [EDGE]:
+    if graph.has_types:
         for each in graph.node_types:
             labels = graph.nodes(each).labels
             if labels is not None and (missing := describe_missing(labels.numpy())):
@@ -106,6 +106,7 @@ def _embed(config: PrepareConfig, reporter: Reporter) -> Any:
 
     assert config.embed is not None, "the caller has checked"
     graph = load.load(config.source).graph
+    graph.check_untyped()
     graph.check()
     indptr, indices = graph.indptr.numpy(), graph.indices.numpy()
     with reporter.stages(f"embed {config.source}") as progress:
