@@ -47,14 +47,10 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _first_row(path: Path) -> bytes:
-    with _readable(path), gzip.open(path) as file:
-        return file.readline()
-
-
 def count_columns(path: Path) -> int:
     """Return the number of columns in the first line; 1 for an empty file."""
-    return _first_row(path).count(b",") + 1
+    with _readable(path), gzip.open(path) as file:
+        return file.readline().count(b",") + 1
 
 
 def read(
@@ -172,18 +168,35 @@ def read_column(path: Path) -> Array:
 
 
 def read_integers(path: Path, columns: int) -> Iterator[Array]:
-    """Read a csv.gz of integers in (n, columns) int64 chunks."""
-    # `numpy.savetxt` writes integers as 1.000e+00
-    dtype = np.float64 if b"." in _first_row(path) else np.int64
-    for chunk in read(path, dtype, columns):
-        with np.errstate(invalid="ignore"):
-            ids = chunk.astype(np.int64, copy=False)
-        if (ids != chunk).any():
-            raise ValueError(
-                f"{path} has {chunk[ids != chunk][0]}, which is not an integer\n\n"
-                "hint: node ids are integers that start at 0, without a header line"
-            )
-        yield ids
+    """Read a csv.gz of integers in (n, columns) int64 chunks.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged, or has a number that is not an integer.
+    """
+    done = 0
+    # `numpy.savetxt` writes integers as 1.000e+00; integers that begin a file are not read again
+    for dtype in (np.int64, np.float64):
+        end = 0
+        try:
+            for chunk in read(path, dtype, columns):
+                begin, end = end, end + len(chunk)
+                with np.errstate(invalid="ignore"):
+                    ids = chunk.astype(np.int64, copy=False)
+                if (ids != chunk).any():
+                    row, column = np.argwhere(ids != chunk)[0]
+                    raise ValueError(
+                        f"{path} has {chunk[row, column]} in line {begin + row + 1}, which is not "
+                        "an integer\n\n"
+                        "hint: node ids are integers that start at 0, without a header line"
+                    )
+                if end > done:
+                    yield ids[max(0, done - begin) :]
+                    done = end
+            return
+        except ValueError:
+            if dtype is np.float64:
+                raise
 
 
 def write(path: Path, chunks: Iterable[Array]) -> None:

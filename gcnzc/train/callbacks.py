@@ -102,7 +102,7 @@ def named_errors(method: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        vars(error)["__notes__"] = [f"raised by {method}"]
+        vars(error).setdefault("__notes__", []).append(f"raised by {method}")
         raise
 
 

@@ -34,6 +34,17 @@ def test_integers_of_savetxt_are_integers(path):
     assert np.concatenate([*csvgz.read_integers(path, 2)]).tolist() == [[1, 2], [3, 4]]
 
 
+def test_integers_may_be_written_as_numbers_with_a_point_in_any_line(path, monkeypatch):
+    monkeypatch.setattr(csvgz, "CHUNK_BYTES", 4 * 80)
+    lines = [f"{i},{i + 1}" for i in range(40)]
+    path.write_bytes(gzip.compress("\n".join([*lines, "7.0,8e0\n"]).encode()))
+    found = np.concatenate([*csvgz.read_integers(path, 2)])
+    assert found.tolist() == [*([i, i + 1] for i in range(40)), [7, 8]]
+    path.write_bytes(gzip.compress("\n".join([*lines, "7.5,8\n"]).encode()))
+    with pytest.raises(ValueError, match=r"has 7.5 in line 41, which is not an integer\n\nhint: "):
+        list(csvgz.read_integers(path, 2))
+
+
 def test_equal_numbers_give_equal_files(path, tmp_path):
     csvgz.write(path, [np.arange(9).reshape(3, 3)])
     csvgz.write(tmp_path / "table.csv.gz.again", [np.arange(9).reshape(3, 3)])

@@ -173,6 +173,11 @@ def test_the_sampler_samples_by_time_in_subgraphs_of_their_own(data):
     data = data.clone()
     data.born = torch.arange(NODES)
     sampler = NeighborSampler(data, [3, 2], time_attr="born")
+    times = data.born[data.edge_index].amax(0)
+    edges = {"edge_label_index": data.edge_index, "edge_label_time": times}
+    for batch in pyg.loader.LinkLoader(data, sampler, batch_size=9, **edges):
+        limits = batch.edge_label_time.repeat(2)[batch.batch]
+        assert bool((data.born[batch.n_id] <= limits).all())
     times = torch.arange(NODES).clamp(min=9)
     for batch in pyg.loader.NodeLoader(data, sampler, input_time=times, batch_size=7):
         assert bool((batch.born <= batch.seed_time[batch.batch]).all())

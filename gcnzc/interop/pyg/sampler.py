@@ -185,7 +185,7 @@ class NeighborSampler(import_pyg().sampler.BaseSampler):  # type: ignore[misc]
             self._sample_output,
             sizes if has_types else sizes[NODE],
             self.disjoint,
-            (times if has_types else times.get(NODE)) or None,
+            times or None if has_types else times.get(NODE),
             neg_sampling,
         )
 
