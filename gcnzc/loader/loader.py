@@ -212,9 +212,9 @@ class Loader:
     make that stream wait for the current one first. Synchronize with the other stream before you
     drop the last reference to the batch: its memory is reused without waiting for that stream.
 
-    A batch of a graph without types is a `gcnzc.Batch`. A graph with types, also with one node type
-    and one edge type, has batches of the class `gcnzc.sampling.HeteroBatch`, with `blocks`, `x`,
-    `y` and, for link prediction, `pairs`; their `items` are positions in the given `seeds`.
+    A batch of a graph with one type of nodes and edges is a `gcnzc.Batch`. A graph with types has
+    batches of the class `gcnzc.sampling.HeteroBatch`, with `blocks`, `x`, `y` and, for link
+    prediction, `pairs`; their `items` are positions in the given `seeds`.
 
     Args:
         graph: the graph whose neighbours are sampled, on the host.
@@ -250,8 +250,9 @@ class Loader:
             not be page-locked. Does not change the batches; unused if the table is on `device`.
         priority: CUDA priority of the streams that copy and gather batches, at most 0. 0 is the
             default priority of CUDA streams; -1 is higher.
-        in_degrees: add the in-degrees of nodes to the blocks, for models such as GCN. Otherwise
-            such a model computes them on the host, which synchronizes with the GPU.
+        in_degrees: of a graph without types, add the in-degrees of nodes to the blocks, for models
+            such as GCN. Otherwise such a model computes them on the host, which synchronizes with
+            the GPU.
         may_be_empty: allow an epoch with no batches: there are no seeds, or `drop_last` drops the
             only step.
         seed_order: the seeds on which each rank trains in an epoch: random seeds ("shuffled"); one
@@ -308,6 +309,13 @@ class Loader:
         self.sampler: Any = check_sampler(sampler)
         if sampler is None:
             self.sampler = Sampler(graph, fanouts, self.seed)
+        # a subclass may return subgraphs of other classes
+        is_own = type(self.sampler) is Sampler and not has_types
+        if is_own and self.sampler.subgraph_type != "directional":
+            raise ValueError(
+                f"the sampler's subgraph_type is {self.sampler.subgraph_type!r}, and a loader of a "
+                "graph without types needs blocks\n\nhint: 'directional'"
+            )
         num_items = getattr(self.sampler, "num_items", None)
         # of a graph with types: the node type of the seeds, and their ids in the order of `seeds`
         self._node_type, self._ids = "", None
@@ -331,6 +339,11 @@ class Loader:
         device = check_device("device", device)
         self.device = check_loader_device(device, self._tables, self.copied_share)
         self.in_degrees = check_flag("in_degrees", in_degrees)
+        if has_types and self.in_degrees:
+            raise ValueError(
+                "in_degrees is True, but the blocks of a graph with types have no in-degrees\n\n"
+                "hint: in_degrees=False"
+            )
         self.shuffle = check_flag("shuffle", shuffle)
         self.shares = Shares(
             *(len(self.seeds), batch_size, rank, world_size, drop_last), may_be_empty=may_be_empty
@@ -363,7 +376,10 @@ class Loader:
     def _check_seed_times(self, given: Any) -> Tensor | None:
         if self._ids is None or getattr(self.sampler, "temporal", None) is None:
             if given is not None:
-                raise ValueError("seed_times are given, but the sampler ignores times")
+                reason = "the sampler ignores times"
+                if getattr(self.sampler, "temporal", None) is not None:
+                    reason = "the seeds of a graph without types have the times of their nodes"
+                raise ValueError(f"seed_times are given, but {reason}")
             return None
         if given is not None:
             unit = self.graph.time_unit
@@ -424,8 +440,8 @@ class Loader:
     def _sample(self, seeds: Tensor, epoch: int) -> Any:
         if self._ids is None:
             return self.sampler.sample(seeds, epoch)
-        times = None if self.seed_times is None else self.seed_times[seeds]
-        return self.sampler.sample((self._node_type, self._ids[seeds]), epoch, times)
+        times = () if self.seed_times is None else (self.seed_times[seeds],)
+        return self.sampler.sample((self._node_type, self._ids[seeds]), epoch, *times)
 
     def _with_degrees(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
         # the nodes of every block are a prefix of those of the input layer's block

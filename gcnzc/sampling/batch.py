@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from gcnzc.graph.graph import Graph
+from gcnzc.graph.graph import NODE, Graph
 from gcnzc.system.spans import Span, Stage
 
-# the only node type of a `Batch`, where tensors are given by node type
-ONE_TYPE = ""
+# the only node type of a `Batch` and of a graph without types
+ONE_TYPE = NODE
 
 # returns copies of tensors of one dtype
 CopyTensors: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -48,7 +48,8 @@ class Block(Compact):
         num_src: number of sources.
         num_dst: number of targets.
         nodes: (num_src,) int64 node ids in the graph. The first `num_dst` are the targets.
-        graph: the graph that the edges were sampled from.
+        graph: the graph that the edges were sampled from. A pickled block has its in-degrees
+            instead.
         edge_ids: (num_edges,) int64 positions in `graph.indices`, if the sampler returns them.
         degrees: (num_src,) int64 in-degrees in the whole graph, if the loader computes them.
         is_full_batch: whether the block is the same in each step, as in full-batch training. Layers
@@ -94,6 +95,13 @@ class Block(Compact):
         nodes = self.nodes.cpu()
         begins, ends = self.graph.indptr[nodes], self.graph.indptr[nodes + 1]
         return (ends - begins).to(self.nodes.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self.graph is not None:
+            state.pop("in_degrees", None)
+            state |= {"graph": None, "degrees": _compact(self.in_degrees)}
+        return state
 
     def __repr__(self) -> str:
         return f"Block(num_src={self.num_src}, num_dst={self.num_dst}, num_edges={self.num_edges})"

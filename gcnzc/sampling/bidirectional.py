@@ -42,11 +42,15 @@ def find_reverse(edge_type: EdgeType, edge_types: Mapping[EdgeType, object]) -> 
     return found[0] if len(found) == 1 else None
 
 
-def to_bidirectional(batch: HasEdges) -> None:
+def to_bidirectional(batch: HasEdges, *, keep_ids: bool = False) -> None:
     """Add to each edge type the reverses of the sampled edges of its reverse type, in place.
 
     Duplicate edges are merged, edges are sorted by destination and source, and have no ids any
     more. Edge types without a reverse type stay as they are.
+
+    Args:
+        batch: the subgraph.
+        keep_ids: edges of a type that is its own reverse keep their ids, see `merge_reverses`.
     """
     edges = {each: batch.edge_index(each) for each in batch.indptr}
     merged = dict(edges)
@@ -56,6 +60,14 @@ def to_bidirectional(batch: HasEdges) -> None:
         if edge_type[1].startswith(REVERSE) or reverse is None:
             continue
         num_sources = max(len(batch.nodes[edge_type[0]]), 1)
+        if keep_ids and reverse == edge_type:
+            row, col = edges[edge_type]
+            given = torch.arange(len(row)) if batch.edge_ids is None else batch.edge_ids[edge_type]
+            row, col, ids = merge_reverses(row, col, given, num_sources)
+            merged[edge_type] = torch.stack([row, col])
+            if batch.edge_ids is not None:
+                batch.edge_ids[edge_type] = ids
+            continue
         row, col = torch.cat([edges[edge_type], edges[reverse].flip(0)], dim=1)
         keys = torch.unique(col * num_sources + row)
         merged[edge_type] = torch.stack([keys % num_sources, keys // num_sources])

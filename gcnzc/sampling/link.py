@@ -226,9 +226,9 @@ class LinkSampler:
             epoch: in [0, 2**32); each epoch has its own negatives and neighbours.
 
         Returns:
-            A `Batch`, or a `HeteroBatch` of a graph with types, without features. `pairs` are the
-            S edges in the given order and then the negatives, grouped by edge; `y` is (P,)
-            float32, 1 for edges and 0 for negatives.
+            A `Batch` if the sampler is plain and otherwise a `HeteroBatch`, without features.
+            `pairs` are the S edges in the given order and then the negatives, grouped by edge; `y`
+            is (P,) float32, 1 for edges and 0 for negatives.
             Without disjoint subgraphs the seeds are the distinct end nodes, in ascending order;
             otherwise every end of every pair.
 
@@ -375,6 +375,8 @@ class LinkSampler:
         check_choice("exclude", exclude, get_args(Exclude))
         if exclude != "reverse" or self._sampler.is_plain:
             return exclude, []
+        if not self._sampler.has_types:
+            return exclude, [self.edge_type]
         if given is None:
             return exclude, find_reverse_types(self.graph, self.edge_type)
         return exclude, [self._check_reverse(each) for each in given]

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from gcnzc.graph.graph import Graph, TimeKind, damage_error
-from gcnzc.graph.stores import EdgeType
+from gcnzc.graph.stores import EdgeType, NodeStore
 from gcnzc.graph.times import as_times
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.philox import split_key
@@ -30,7 +30,7 @@ from gcnzc.kernels.sample.graph import (
     derive_key,
 )
 from gcnzc.sampling.batch import Batch, Block
-from gcnzc.sampling.bidirectional import merge_reverses, to_bidirectional
+from gcnzc.sampling.bidirectional import to_bidirectional
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.system.arguments import (
     IdsLike,
@@ -101,6 +101,9 @@ def check_type_fanouts(graph: Graph, value: Any, name: str = "fanouts") -> Fanou
 
 class SamplerProtocol(Protocol):
     """A sampler that `gcnzc.Loader` accepts: `gcnzc.Sampler`, `LinkSampler` or another engine.
+
+    For a graph with types, the loader passes seeds as a pair of a node type and ids. If the sampler
+    has an attribute `temporal` that is not None, `sample` also gets the times of the seeds.
 
     Optional attributes:
 
@@ -266,8 +269,11 @@ class Sampler:
         return GraphTables(sizes, relations, type_keys)
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy has its own buffer pool and workspaces, and its arrays have other addresses
-        return self.__dict__ | {"pool": None, "_hops": None}
+        # a copy has its own buffer pool and workspaces, its arrays have other addresses, and its
+        # graph has no features
+        stores = {name: self.graph.nodes(name) for name in self.graph.node_types}
+        nodes = {name: NodeStore(own.num_nodes, time=own.time) for name, own in stores.items()}
+        return self.__dict__ | {"graph": self.graph.with_nodes(nodes), "pool": None, "_hops": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -398,13 +404,10 @@ class Sampler:
         given, numbers = self._check_seeds(seeds), self.graph.node_types
         times = self._check_times(given, seed_times)
         by_number = [(numbers.index(name), ids) for name, ids in given.items()]
-        sampled = self._sample_hops(by_number, epoch, times, self._positions(exclude or {}))
+        sampled = self._sample_hops(by_number, epoch, times, self._positions(exclude))
         batch = self._to_batch(sampled, given, times)
         if self.subgraph_type == "bidirectional":
-            if self.has_types:
-                to_bidirectional(batch)
-            else:
-                _add_reverses(batch)
+            to_bidirectional(batch, keep_ids=not self.has_types)
         batch.times["sample_s"] = time.perf_counter() - begin_s
         return batch
 
@@ -424,8 +427,10 @@ class Sampler:
             for name, ids in seeds.items()
         }
 
-    def _positions(self, exclude: Mapping[EdgeType, IdsLike]) -> dict[int, Tensor]:
+    def _positions(self, exclude: Mapping[EdgeType, IdsLike] | None) -> dict[int, Tensor]:
         """Return the ascending positions of excluded edges, by the number of their edge type."""
+        if exclude is None:
+            return {}
         check_kind("exclude", exclude, Mapping, "a dict of edge ids by edge type")
         found: dict[int, Tensor] = {}
         for key, given in exclude.items():
@@ -508,17 +513,6 @@ def _differences(counts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Return for each type the differences between consecutive counts of all types."""
     own = zip(*counts, strict=True)
     return [tuple(after - before for before, after in pairwise(each)) for each in own]
-
-
-def _add_reverses(batch: HeteroBatch) -> None:
-    """Add the reverses of the edges of the only edge type, in place; edges keep their ids."""
-    (edge_type,), (nodes,) = batch.indices, batch.nodes.values()
-    row, col = batch.edge_index(edge_type)
-    ids = torch.arange(len(row)) if batch.edge_ids is None else batch.edge_ids[edge_type]
-    row, col, ids = merge_reverses(row, col, ids, len(nodes))
-    batch.reordered[edge_type], batch.num_edges = torch.stack([row, col]), None
-    if batch.edge_ids is not None:
-        batch.edge_ids[edge_type] = ids
 
 
 def _is_pair(seeds: object) -> bool:

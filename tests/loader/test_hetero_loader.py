@@ -182,3 +182,16 @@ def test_bad_input_is_rejected_by_name(make, graph, links):
         links(edges=[[0], [9]], temporal="last")
     with pytest.raises(ValueError, match="does not go from 'item' to 'user'"):
         links(reverse_types=[KNOWS])
+
+
+def test_a_sampler_without_times_needs_no_argument_for_them(make, graph):
+    class Own:
+        def sample(self, seeds, epoch):
+            return pyg_sampler(graph, [3, 2]).sample(seeds, epoch)
+
+    assert sum(len(batch.seeds["user"]) for batch in make(Own(), ("user", [*range(20)]))) == 20
+
+
+def test_in_degrees_are_of_graphs_without_types(make):
+    with pytest.raises(ValueError, match="in_degrees is True"):
+        make(in_degrees=True)

@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from programs import run_python
 
 from gcnzc.features.pinning import pinned
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.graph import Graph
+from gcnzc.graph.graph import EDGE, Graph
 from gcnzc.loader.loader import Loader
 from gcnzc.loader.seeds import Shares, epoch_order
 from gcnzc.loader.transfer import _BatchMemory
+from gcnzc.sampling.link import LinkSampler
 from gcnzc.sampling.neighbor import Sampler
 
 NUM_NODES = 3000
@@ -486,6 +488,43 @@ def test_gpu_memory_is_not_reused_before_the_model_has_finished(
                 torch.full((100 * 25 * 16,), float("nan"), device=device)
         for nodes, x in sums:
             assert torch.equal(x.cpu(), table.rows[nodes.cpu()])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"replace": True},
+        {"weighted": True},
+        {"disjoint": True},
+        {"temporal": "last", "time": "edge"},
+    ],
+)
+def test_pairs_of_any_sampler_have_features(options, graph, table):
+    edges, size = torch.stack(graph.coo())[:, :40].long(), graph.num_edges
+    store = replace(graph.edges(), weight=torch.ones(size), time=torch.zeros(size).long())
+    timed = graph.with_edges({EDGE: store})
+    times = torch.ones(40).long() if "temporal" in options else None
+    sampler = LinkSampler(Sampler(timed, [3, 3], **options), edges, times=times)
+    for batch in Loader(timed, table, None, (), 8, sampler=sampler):
+        nodes, num_edges = batch.nodes["node"], len(batch.items)
+        assert torch.equal(batch.x["node"], table.rows[nodes])
+        assert torch.equal(nodes[batch.pairs][:, :num_edges], edges[:, batch.items])
+        assert batch.y.tolist() == [1.0] * num_edges + [0.0] * num_edges
+        assert len(batch.blocks) == 2
+
+
+@pytest.mark.parametrize("kind", ["induced", "bidirectional"])
+def test_subgraphs_without_blocks_are_rejected(kind, make, graph):
+    with pytest.raises(ValueError, match=f"{kind}.*needs blocks"):
+        make(sampler=Sampler(graph, [3, 2], subgraph_type=kind))
+
+
+def test_seeds_without_types_have_the_times_of_their_nodes(graph):
+    nodes = replace(graph.nodes("node"), time=torch.zeros(NUM_NODES).long())
+    timed = graph.with_nodes({"node": nodes})
+    sampler = Sampler(timed, [3, 2], temporal="uniform", time="node")
+    with pytest.raises(ValueError, match="have the times of their nodes"):
+        Loader(timed, None, [1, 2], (), 2, sampler=sampler, seed_times=[3, 4])
 
 
 @pytest.mark.gpu

@@ -177,3 +177,13 @@ def test_known_edges_of_another_graph_are_rejected(graph, edges):
 def test_edges_that_are_not_in_the_graph_are_rejected(wrong, message, graph):
     with pytest.raises(ValueError, match=message):
         LinkSampler(Sampler(graph, [2]), wrong)
+
+
+def test_reverses_that_exist_are_excluded_by_any_sampler():
+    # 1 -> 2 has no reverse
+    graph = Graph.from_edges(torch.tensor([0, 1, 1, 2]), torch.tensor([1, 0, 2, 3]), 4)
+    sampler = LinkSampler(
+        Sampler(graph, [9, 9], disjoint=True), torch.tensor([[0], [1]]), num_negatives=0
+    )
+    batch = sampler.sample([0], 0)
+    assert [len(own) for own in batch.indices.values()] == [0]

@@ -2,14 +2,16 @@
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 from bits import same_tensors
 
-from gcnzc.graph.graph import Graph
+from gcnzc.graph.graph import EDGE, Graph
 from gcnzc.kernels.sample.reference import sample_reference
 from gcnzc.sampling.batch import Block
+from gcnzc.sampling.hetero import build_hetero_blocks
 from gcnzc.sampling.neighbor import Sampler
 
 
@@ -115,13 +117,18 @@ def test_excluded_edges_are_positions_in_the_graph(graph):
 def test_a_copy_samples_the_same(graph):
     sampler = Sampler(graph, [4, 3], seed=5)
     copied = pickle.loads(pickle.dumps(sampler))
+    assert copied.graph.nodes("node").features is None
     assert same_tensors(copied.sample(torch.arange(9), 1), sampler.sample(torch.arange(9), 1))
 
 
 def test_a_pickled_minibatch_has_only_its_own_elements(graph):
     batch = Sampler(graph, [4, 3]).sample(torch.arange(9), 1)
     copied = pickle.loads(pickle.dumps(batch))
-    assert same_tensors(copied, batch)
+    assert same_tensors(copied.nodes, batch.nodes)
+    for before, after in zip(batch.blocks, copied.blocks, strict=True):
+        assert after.graph is None
+        assert same_tensors(replace(after, degrees=None), replace(before, degrees=None))
+        assert torch.equal(after.in_degrees, before.in_degrees)
     for own in (copied.nodes, copied.seeds, copied.blocks[1].nodes, copied.blocks[1].indptr):
         assert own.untyped_storage().nbytes() == own.nbytes
 
@@ -134,3 +141,21 @@ def test_a_graph_that_torch_moves_to_shared_memory_is_read_there():
     graph.indptr.share_memory_()
     graph.indices.share_memory_().fill_(4)
     assert sampler.sample([0], 0).nodes.tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("edge_ids", [False, True])
+def test_bidirectional_subgraphs_have_both_directions_in_all_formats(edge_ids, graph):
+    sampler = Sampler(graph, [2, 2], edge_ids=edge_ids, subgraph_type="bidirectional")
+    batch = sampler.sample({"node": [4, 5]}, 0)
+    row, col = batch.edge_index(EDGE)
+    indptr, indices = batch.csc(EDGE)
+    assert torch.equal(indices.long(), row)
+    assert torch.equal(torch.repeat_interleave(indptr.diff()), col)
+    pairs = set(zip(row.tolist(), col.tolist(), strict=True))
+    assert pairs == {pair[::-1] for pair in pairs}
+    assert build_hetero_blocks(batch)[0].num_edges == len(row)
+
+
+def test_excluded_edges_by_type_are_a_dict(graph):
+    with pytest.raises(TypeError, match="exclude"):
+        Sampler(graph, [2]).sample({"node": [4]}, 0, exclude=torch.tensor([0]))
