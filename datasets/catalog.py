@@ -150,6 +150,6 @@ def refuse_other_kinds(name: str, links: bool = False, hetero: bool = False) -> 
                 f"{name} is {kind}\n\n"
                 "hint: homogeneous datasets are supported: ogbn-arxiv, ogbn-products, "
                 "ogbn-proteins, ogbn-papers100M, or your own; for link prediction ogbl-ppa, "
-                "ogbl-collab, ogbl-citation2, ogbl-ddi, ogbl-vessel; `gcnzc prepare ogbn-mag` and "
-                "Graph.from_ogb read ogbn-mag"
+                "ogbl-collab, ogbl-citation2, ogbl-ddi, ogbl-vessel; for several node types "
+                "`gcnzc prepare ogbn-mag`"
             )

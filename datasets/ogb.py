@@ -156,7 +156,7 @@ class OgbGraph:
                 raise ValueError(
                     f"{self.folder} is {kind}: it has {path}\n\n"
                     "hint: homogeneous node property datasets are supported; gcnzc prepare and "
-                    "gcnzc.graph.Graph.from_ogb read heterogeneous ones"
+                    "gcnzc.load read heterogeneous ones"
                 )
         if is_link_layout(self.folder):
             raise ValueError(

@@ -201,7 +201,7 @@ def _check(arrays: HeteroArrays, binary: bool) -> None:
     if not arrays.labels:
         raise ValueError(
             "no node type has labels\n\n"
-            "hint: OGB's layout requires labels; Graph.save writes any graph"
+            "hint: OGB's layout requires labels; gcnzc.prepare(graph, dest) writes any graph"
         )
     parts = [set(arrays.split.get(part, {})) for part in SPLITS]
     if not parts[0] or any(part != parts[0] for part in parts):

@@ -212,9 +212,9 @@ class Loader:
     make that stream wait for the current one first. Synchronize with the other stream before you
     drop the last reference to the batch: its memory is reused without waiting for that stream.
 
-    A batch of a graph with one type of nodes and edges is a `gcnzc.Batch`. A graph with types has
-    batches of the class `gcnzc.sampling.HeteroBatch`, with `blocks`, `x`, `y` and, for link
-    prediction, `pairs`; their `items` are positions in the given `seeds`.
+    A batch of a graph without types is a `gcnzc.Batch`. A graph with types, also with one node type
+    and one edge type, has batches of the class `gcnzc.sampling.HeteroBatch`, with `blocks`, `x`,
+    `y` and, for link prediction, `pairs`; their `items` are positions in the given `seeds`.
 
     Args:
         graph: the graph whose neighbours are sampled, on the host.

@@ -81,7 +81,7 @@ class Trained:
 
     @cached_property
     def graph(self) -> Any:
-        """The graph for message passing, a `Graph` or `Graph`.
+        """The graph for message passing, a `Graph`.
 
         In link prediction on the heterogeneous graph of the run, it is without the held-out edges,
         unless the run is temporal by the times of the edges.

@@ -211,7 +211,9 @@ def load_unlabelled(config: TrainConfig, path: Path, target: str | None) -> Hete
 def _check_folder(config: TrainConfig, path: Path) -> None:
     """Check that a folder has a heterogeneous graph."""
     if not path.exists():
-        raise FileNotFoundError(f"there is no folder {path}\n\nhint: Graph.save writes one")
+        raise FileNotFoundError(
+            f"there is no folder {path}\n\nhint: gcnzc.prepare(graph, dest) writes one"
+        )
     if not is_hetero(path):
         if is_prepared(path):
             # a damaged folder has no kind, and this names its file
@@ -223,8 +225,8 @@ def _check_folder(config: TrainConfig, path: Path) -> None:
         raise ValueError(
             f"--model {config.model.model.name} is for graphs with several node types, and {path} "
             "has no prepared graph of this kind\n\n"
-            "hint: `gcnzc prepare` and Graph.save write one; other graphs have other models, "
-            "such as sage"
+            "hint: `gcnzc prepare` and gcnzc.prepare(graph, dest) write one; other graphs have "
+            "other models, such as sage"
         )
 
 
