@@ -18,9 +18,6 @@ from gcnzc.graph.stores import EdgeType
 from gcnzc.interop.column import gather_ids
 from gcnzc.sampling.neighbor import Sampler
 
-NODE = "node"  # the node type of a PyG `Data`
-EDGE: EdgeType = (NODE, "to", NODE)
-
 
 @dataclass(frozen=True, eq=False)
 class CscGraph:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from gcnzc.features.pinning import can_read_host
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.graph import Graph
-from gcnzc.sampling.batch import ONE_TYPE
+from gcnzc.graph.graph import NODE, Graph
 from gcnzc.sampling.neighbor import SamplerProtocol, check_range
 from gcnzc.system.arguments import (
     THREADS_LIMIT,
@@ -184,7 +183,7 @@ def check_tables(graph: Graph, given: Any, has_types: bool = False) -> dict[str,
     Args:
         graph: the graph.
         given: the only table, or None; for a graph with types a dict, or None for its own tables.
-        has_types: whether it is a graph with types; the only table otherwise has `ONE_TYPE`.
+        has_types: whether it is a graph with types; the only table otherwise has `NODE`.
     """
     if given is None:
         stores = {name: graph.nodes(name) for name in graph.node_types} if has_types else {}
@@ -195,7 +194,7 @@ def check_tables(graph: Graph, given: Any, has_types: bool = False) -> dict[str,
             raise ValueError(
                 f"the table has {given.num_rows} rows, but the graph {graph.num_nodes} nodes"
             )
-        return {ONE_TYPE: given}
+        return {NODE: given}
     check_kind("table", given, Mapping, "{'paper': FeatureTable(rows)}")
     for name, table in given.items():
         check_kind(f"table[{name!r}]", table, FeatureTable, "gcnzc.FeatureTable(rows)")

@@ -33,9 +33,10 @@ from torch import Tensor
 from typing_extensions import Self
 
 from gcnzc.features.table import FeatureTable
+from gcnzc.graph.graph import NODE
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.gather import gather
-from gcnzc.sampling.batch import ONE_TYPE, CopyTensors
+from gcnzc.sampling.batch import CopyTensors
 from gcnzc.system.spans import Stage
 from gcnzc.system.streams import Event, Stream, Streams
 
@@ -164,7 +165,7 @@ class Transfer:
             reader.wait(event)
         return pending.batch
 
-    def nodes_read_in_place(self, nodes: Tensor, node_type: str = ONE_TYPE) -> Tensor:
+    def nodes_read_in_place(self, nodes: Tensor, node_type: str = NODE) -> Tensor:
         """Return the nodes whose rows the gather kernel reads; all nodes without a table."""
         share = self._shares.get(node_type, 0.0)
         return nodes[: len(nodes) - round(share * len(nodes))]
@@ -316,7 +317,7 @@ def _wait(stream: Stream, events: Sequence[Event]) -> None:
 
 def _by_type(table: FeatureTable | Mapping[str, FeatureTable] | None) -> dict[str, FeatureTable]:
     if isinstance(table, FeatureTable):
-        return {ONE_TYPE: table}
+        return {NODE: table}
     return dict(table or {})
 
 

@@ -12,9 +12,6 @@ from typing_extensions import Self
 from gcnzc.graph.graph import NODE, Graph
 from gcnzc.system.spans import Span, Stage
 
-# the only node type of a `Batch` and of a graph without types
-ONE_TYPE = NODE
-
 # returns copies of tensors of one dtype
 CopyTensors: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -148,7 +145,7 @@ class Batch(Compact):
 
     def node_ids(self) -> dict[str, Tensor]:
         """Return the ids of all nodes by node type, of which there is one."""
-        return {ONE_TYPE: self.nodes}
+        return {NODE: self.nodes}
 
     def copy_tensors(self, nodes: Mapping[str, Tensor], copy: CopyTensors) -> Self:
         """Return a minibatch of copies of the tensors but `x` and `items`; views remain views.
@@ -157,7 +154,7 @@ class Batch(Compact):
             nodes: copies of `node_ids`.
             copy: returns copies of tensors of one dtype.
         """
-        own = nodes[ONE_TYPE]
+        own = nodes[NODE]
         return replace(
             self,
             nodes=own,
@@ -169,7 +166,7 @@ class Batch(Compact):
 
     def set_features(self, x: Mapping[str, Tensor]) -> None:
         """Set `x` to the features by node type; no features leave it unchanged."""
-        self.x = x.get(ONE_TYPE, self.x)
+        self.x = x.get(NODE, self.x)
 
     def __repr__(self) -> str:
         """Return the blocks and the shapes of the tensors, without their elements."""

@@ -1,29 +1,15 @@
 """Add the reverses of sampled edges, for subgraphs in which messages pass in both directions."""
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gcnzc.graph.stores import EdgeType
+from gcnzc.sampling.hetero import HeteroBatch
 
 REVERSE = "rev_"  # prefix of the relation of a reverse edge type, as `ToUndirected` of PyG names it
-
-
-class HasEdges(Protocol):
-    """A sampled subgraph with several types of edges; see `HeteroBatch`."""
-
-    nodes: dict[str, Tensor]
-    indptr: dict[EdgeType, Tensor]
-    indices: dict[EdgeType, Tensor]
-    reordered: dict[EdgeType, Tensor]
-    edge_ids: dict[EdgeType, Tensor] | None
-    num_edges: dict[EdgeType, tuple[int, ...]] | None
-
-    def edge_index(self, edge_type: EdgeType) -> Tensor:
-        """Return the (2, E_r) rows and columns of an edge type."""
 
 
 def find_reverse(edge_type: EdgeType, edge_types: Mapping[EdgeType, object]) -> EdgeType | None:
@@ -42,7 +28,7 @@ def find_reverse(edge_type: EdgeType, edge_types: Mapping[EdgeType, object]) -> 
     return found[0] if len(found) == 1 else None
 
 
-def to_bidirectional(batch: HasEdges, *, keep_ids: bool = False) -> None:
+def to_bidirectional(batch: HeteroBatch, *, keep_ids: bool = False) -> None:
     """Add to each edge type the reverses of the sampled edges of its reverse type, in place.
 
     Duplicate edges are merged, edges are sorted by destination and source, and have no ids any

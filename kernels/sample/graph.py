@@ -150,16 +150,6 @@ class GraphTables:
         raise AssertionError("the kernel reported a column without damage")
 
 
-def one_type_tables(indptr: Tensor, indices: Tensor, seed: int) -> GraphTables:
-    """Return the tables of a graph of one node type and one edge type.
-
-    Args:
-        indptr, indices: see `Relation`.
-        seed: 64-bit seed of the random choices.
-    """
-    return GraphTables([len(indptr) - 1], [Relation(0, 0, indptr, indices, split_key(seed))])
-
-
 def derive_key(seed: int, purpose: int, *names: str) -> tuple[int, int]:
     """Return a Philox key that depends on the seed and on the name of a node or edge type."""
     digest = hashlib.blake2b("\0".join(names).encode(), digest_size=8).digest()

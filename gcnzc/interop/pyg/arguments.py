@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
+from gcnzc.graph.graph import EDGE, NODE
 from gcnzc.graph.stores import EdgeType
 from gcnzc.graph.times import as_times
-from gcnzc.interop.engine import EDGE, NODE, CscGraph
+from gcnzc.interop.engine import CscGraph
 from gcnzc.interop.options import check_tables
 from gcnzc.interop.pyg.graph import Key, part_of
 from gcnzc.interop.pyg.importing import import_pyg

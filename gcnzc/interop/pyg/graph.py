@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.graph import Graph
+from gcnzc.graph.graph import EDGE, NODE, Graph
 from gcnzc.graph.times import TimeUnit
 from gcnzc.interop.column import Column
-from gcnzc.interop.engine import EDGE, NODE, CscGraph, cached_graph, without_edge_ids
+from gcnzc.interop.engine import CscGraph, cached_graph, without_edge_ids
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.system.arguments import describe
 

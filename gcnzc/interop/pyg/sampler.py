@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from gcnzc.graph.graph import NODE
 from gcnzc.graph.times import TimeUnit
-from gcnzc.interop.engine import NODE, CscGraph, make_sampler
+from gcnzc.interop.engine import CscGraph, make_sampler
 from gcnzc.interop.pyg.graph import to_csc
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.interop.pyg.stores import StoredData, is_store_pair

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.graph import Graph
+from gcnzc.graph.graph import NODE, Graph
 from gcnzc.graph.times import TimeUnit
-from gcnzc.interop.engine import NODE
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.kernels.threads import ForkSafeLock
 from gcnzc.system.arguments import check_kind, describe

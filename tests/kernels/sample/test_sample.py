@@ -12,12 +12,17 @@ from gcnzc.kernels import sample as kernels_sample
 from gcnzc.kernels.philox import philox4x32_reference, split_key
 from gcnzc.kernels.sample import LIMITS, HopSampler, Options, Workspace, choose, hops, layout
 from gcnzc.kernels.sample import graph as sample_graph
-from gcnzc.kernels.sample.graph import GraphTables, Relation, one_type_tables
+from gcnzc.kernels.sample.graph import GraphTables, Relation
 from gcnzc.kernels.sample.reference import sample_reference
 
 # from the seeds outward: few, more than are compared at once, all, none
 FANOUTS = [[5], [3, 4, 2], [64, 65], [-1, 0, 7], [130, -1], [0], [1, 1, 1, 1], [127, 128]]
 NUM_NODES = [700, 300]
+
+
+def one_type_tables(indptr, indices, seed):
+    """The tables of a graph without types."""
+    return GraphTables([len(indptr) - 1], [Relation(0, 0, indptr, indices, split_key(seed))])
 
 
 def graph_of_columns(columns, seed=0):
